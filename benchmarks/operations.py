@@ -8,6 +8,7 @@ number is that of one update.
 
 from __future__ import annotations
 
+import argparse
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -107,6 +108,7 @@ def with_library(options: dict[str, Any], microbatches: int, device: str = "cpu"
 
 def main() -> None:
     """Count, and record it."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     devices = ("CPU", "cpu"), ("GPU (counted without one)", GPU)
     for (where, device), microbatches in product(devices, (1, 4)):
         hand = by_hand(microbatches, device)

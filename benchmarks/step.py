@@ -72,7 +72,8 @@ def with_library(
     make: Make,
     batches: Batches,
     *,
-    logs: bool = False,
+    logs: int = 0,
+    grad_norm: bool = False,
     controlled: bool = False,
     by: str = "plain",
     adam: bool = False,
@@ -83,7 +84,8 @@ def with_library(
         rule: name of the rule.
         make: creates the model.
         batches: a microbatch each.
-        logs: whether scalars are logged.
+        logs: number of updates between two rows of scalars; 0 for no rows and no `log()`.
+        grad_norm: whether the norm of the gradient is measured.
         controlled: whether a controller chooses the batch size.
         by: what sums: "plain", the backend; "ddp", DistributedDataParallel; or "fsdp", FSDP2.
         adam: whether AdamW is the optimizer.
@@ -97,8 +99,10 @@ def with_library(
     inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
     if adam:
         inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    logging = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if logs else {}
-    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, model=model, **logging)
+    options: dict[str, Any] = {"rule": rule, "model": model, "grad_norm": grad_norm}
+    if logs:
+        options |= {"tracker": vbs.Tracker(tempfile.mkdtemp()), "log_steps": logs}
+    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, **options)
     indices = iter(sampler)
 
     def update() -> None:
@@ -215,7 +219,11 @@ WITH_ADAM = {
     "AdamScale / sqrt-SDE rule, AdamW": (adamscale, sqrt_sde),
     "invariant Adam / sqrt-SDE rule, AdamW": (invariant_adam, sqrt_sde),
 }
-LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
+LOGGING = {
+    "linear rule with / without logging": (partial(with_library, "linear", logs=10, grad_norm=True), linear),
+    "linear rule with / without log_steps=10": (partial(with_library, "linear", logs=10), linear),
+    "linear rule with / without log_steps=1": (partial(with_library, "linear", logs=1), linear),
+}
 
 bare = partial(by_updates, bare=True)
 UPDATES = {
@@ -325,10 +333,13 @@ def processes(
     device: str = "cpu",
     *,
     only_fsdp: bool = False,
-    only_adam: bool = False,
+    only: str = "",
     only_updates: list[str] | None = None,
 ) -> None:
-    """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
+    """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one.
+
+    `only`: in one process, what is in the names of the ratios to measure; "" for all.
+    """
 
     def chosen(models: dict[str, Make]) -> dict[str, Make]:
         return {name: make for name, make in models.items() if name.split()[0] in sizes}
@@ -346,7 +357,9 @@ def processes(
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     where, counts = f"{machine}, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
     of_updates = chosen({**MODELS, "1M parameters": BY_SIZE["1M parameters"]})
-    compare_updates(of_updates, pairs, where, only_updates or [*UPDATES], barrier=barrier, device=torch.device(device))
+    if not only:
+        names = only_updates or [*UPDATES]
+        compare_updates(of_updates, pairs, where, names, barrier=barrier, device=torch.device(device))
     if only_updates is not None:
         if world > 1:
             dist.destroy_process_group()
@@ -366,9 +379,9 @@ def processes(
         compare(chosen(large), pairs, where, of_fsdp, counts, barrier=barrier)
         dist.destroy_process_group()
         return
-    if not only_adam:
-        compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier, device=torch.device(device))
-    compare(chosen(MODELS), pairs, where, WITH_ADAM, counts[1:], barrier=barrier, device=torch.device(device))
+    for of_numbers, compared in ((counts, sides), (counts[1:], WITH_ADAM)):
+        asked = {name: pair for name, pair in compared.items() if only in name}
+        compare(chosen(MODELS), pairs, where, asked, of_numbers, barrier=barrier, device=torch.device(device))
 
 
 def print_peak_memory(rule: str, xla: bool) -> None:
@@ -428,7 +441,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compare")
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
     parser.add_argument("--only-fsdp", action="store_true", help="in two processes, compare in FSDP2 only")
-    parser.add_argument("--only-adam", action="store_true", help="in one process, compare the rules of Adam only")
+    parser.add_argument("--only", default="", help="in one process, measure the ratios with these words in their names")
     how = "compare only loops over vbs.updates, with and without these options, or all of them"
     parser.add_argument("--only-updates", nargs="*", choices=UPDATES, help=how)
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
@@ -445,7 +458,7 @@ if __name__ == "__main__":
         raise SystemExit
     for world in flags.worlds:
         if world == 1:
-            processes(0, 1, "", flags.pairs, flags.sizes, only_adam=flags.only_adam, only_updates=flags.only_updates)
+            processes(0, 1, "", flags.pairs, flags.sizes, only=flags.only, only_updates=flags.only_updates)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 own = world, f"{folder}/store", flags.pairs, flags.sizes, flags.device
@@ -453,5 +466,5 @@ if __name__ == "__main__":
                 mp.spawn(partial(processes, **only), own, nprocs=world)
             large = [name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes]
             memory_in_fsdp(large if flags.only_updates is None else [])
-    if not (flags.only_fsdp or flags.only_adam or flags.only_updates is not None):
+    if not (flags.only_fsdp or flags.only or flags.only_updates is not None):
         memory(xla=False)

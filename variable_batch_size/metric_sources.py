@@ -138,8 +138,7 @@ class EvaluationSource:
         if complete:
             raise RuntimeError(
                 f"a batch takes one value, but {complete[0]!r} was added {batches + 1} times in a pass of {batches} "
-                "batches; call add() once for each batch of a loader of the EvaluationSampler, or reset() before each "
-                "pass"
+                "batches; call add() once a batch of a loader of the EvaluationSampler, and reset() before each pass"
             )
         weights = {name: self._sampler.samples(self._added[name]) for name in names}
         for name in names:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import check_int
+from variable_batch_size._validation import check_int, suggests
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
 from variable_batch_size.metric_sources import SAMPLES, EvaluationSource, Source, TrainingSource
@@ -39,22 +39,22 @@ class Accumulator:
     """Means over all samples, on all ranks, of the committed updates of an epoch, or of an evaluation.
 
     mean = sum_j n_j v_j / sum_j n_j over the microbatches j, where n_j is the number of distinct samples of microbatch
-    j and v_j is the mean of the value over its rows: the loss, or `(output.argmax(1) == target).float().mean()` for
-    the accuracy. Repeated rows do not bias v_j, and a replay has n_j = 0. In a training with `reduction="sum"` pass
-    sums over the rows instead, whose sum over the samples is divided by their number: divide that of the loss by that
-    of the tokens. In all other cases sums and counts over rows would be wrong.
+    j and v_j is the mean of the value over its rows: the loss, or `(output.argmax(1) == target).float().mean()` for the
+    accuracy. Repeated rows do not bias v_j, and a replay has n_j = 0. With `reduction="sum"`, pass sums over the rows
+    instead; their sum over the samples is divided by the number of samples. For a mean over tokens, divide the result
+    for the loss by the result for the number of tokens. In all other cases, sums and counts over rows would be wrong.
 
     Call `add` for every microbatch, on every rank and with the same names, for replays too. It never waits for the
     device. Sums are kept in float64, or as pairs of float32 on devices without float64, so that a sum over a million
     microbatches loses no digits.
 
-    In a training call `add` before the `step()` of the microbatch. Values of a step that is discarded, by
-    `discard_step()`, `set_epoch()` or `load_state_dict()` of the optimizer, are discarded too, and so are those of an
+    During training, call `add` before the `step()` of the microbatch. Values of a step that is discarded, by
+    `discard_step()`, `set_epoch()` or `load_state_dict()` of the optimizer, are discarded too, as are values of an
     update that was skipped because the host found a non-finite or too large gradient, although `optimizer.samples`
     counts it; on a device that the host does not read (AdaScale on XLA) such an update is not known, and its values
     count.
 
-    In an evaluation the i-th value of a name is that of batch i of the sampler. Every pass over the loader starts
+    In an evaluation the i-th value of a name belongs to batch i of the sampler. Every pass over the loader starts
     again with no samples, and its values count when every name has one for every batch. On XLA `add` runs the graph of
     the batch.
 
@@ -72,6 +72,7 @@ class Accumulator:
             backend.
     """
 
+    @suggests
     def __init__(self, source: CustomOptimizer | EvaluationSampler, *, backend: Backend | None = None) -> None:
         self._source = _source_of(source, backend)
         self._epoch: int | None = None  # the argument of the last `set_epoch`
@@ -88,7 +89,7 @@ class Accumulator:
         self.discard()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start again with no samples, unless the sums are those of this epoch, as after a restore in the middle of it.
+        """Start again with no samples, unless the sums belong to this epoch, as after a restore in the middle of it.
 
         Call it at the beginning of each epoch, like `set_epoch` of the sampler and the optimizer.
         """
@@ -149,7 +150,7 @@ class Accumulator:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, float]]) -> None:
-        """Replace the sums by a result of `state_dict()`, in any world; every rank loads the same."""
+        """Replace the sums by a result of `state_dict()`, which every rank loads. The number of ranks can differ."""
         restored = {name: (int(saved[SAMPLES]), float(saved["sum"])) for name, saved in state_dict.items()}
         self.reset()
         self._restored = restored
@@ -231,7 +232,7 @@ def _source_of(source: object, backend: Backend | None) -> Source:
         )
     if backend is not None:
         raise ValueError(
-            f"an Accumulator of a training uses the backend of the optimizer, got backend={type(backend).__name__}; "
+            f"an Accumulator for training uses the backend of the optimizer, got backend={type(backend).__name__}; "
             f"omit it"
         )
     return TrainingSource(source)

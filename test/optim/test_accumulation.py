@@ -10,7 +10,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 from helpers.reference import assert_equal, network, training, twin
-from variable_batch_size.backend import LocalBackend
+from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.optim.sums.participation import Participation
 from variable_batch_size.optim.tensors.late import READ_EVERY
@@ -146,7 +146,7 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
         update(True, False)
     agreed.state_dict()
     update(True, True)
-    changed = r"in every update as in the first one, but parameter 1, of shape \(3,\), on rank 0 has one; pass"
+    changed = r"in every update, but parameter 1, of shape \(3,\), on rank 0 has one; pass"
     if not late:
         with pytest.raises(RuntimeError, match=changed):
             agreed.state_dict()
@@ -154,6 +154,22 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late):
     with pytest.raises(RuntimeError, match=changed):  # noqa: PT012 (in one of these updates)
         for _ in range(2 * READ_EVERY):
             update(True, False)
+
+
+def test_ranks_that_use_other_parameters_are_named(monkeypatch):
+    monkeypatch.setattr(Backend, "reads", lambda self, tensor: False)  # as on a device
+
+    def train(backend):
+        run = training(sizes=[9], backend=backend)
+        loss = run.loss(next(iter(run.sampler)))
+        inputs = [*run.model.parameters()][: 4 if backend.world.rank != 1 else 3]
+        loss.backward(inputs=inputs)
+        with pytest.raises(RuntimeError) as caught:
+            run.optimizer.step()
+        return str(caught.value)
+
+    named = "rank 0 uses parameter 3, of shape (2,), and rank 1 does not; pass find_unused_parameters=True"
+    assert all(named in message for message in run_ranks(train, 3))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (2, 4)], ids=str)

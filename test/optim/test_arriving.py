@@ -328,7 +328,7 @@ def leave_out(model, optimizer, *, discard):
 
 def test_a_microbatch_that_does_not_reach_step_raises():
     model, optimizer = arriving()
-    with pytest.raises(RuntimeError, match=r"update 0 is not complete, but the loop asks for the next one; call s"):
+    with pytest.raises(RuntimeError, match=r"update 0 is not complete, but the loop asks for the next one; l"):
         leave_out(model, optimizer, discard=False)
     with pytest.raises(RuntimeError, match=r"update 0 is not complete"):  # nor does a new loop forget it
         train(model, optimizer, batches_of(SIZES))

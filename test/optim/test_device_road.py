@@ -12,7 +12,7 @@ import torch
 import variable_batch_size as vbs
 from helpers.reference import OPTIMIZERS, SIZES, training
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.noise.gradient_noise import _zero_tensors_unless
+from variable_batch_size.optim.tensors.arithmetic import zero_unless
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +71,10 @@ def test_gradients_that_are_not_finite_become_zero_and_others_stay(dtype):
     bad = torch.tensor([1.5, torch.nan, torch.inf, -torch.inf, -0.0]).to(dtype)
     tensors = [bad.clone(), torch.randn(3, 4, dtype=torch.float32).T, torch.randn(7, dtype=dtype)]
     before = [tensor.clone() for tensor in tensors]
-    _zero_tensors_unless(torch.tensor(True), tensors)
+    zero_unless(torch.tensor(True), tensors)
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
-    _zero_tensors_unless(torch.tensor(False), tensors)
+    zero_unless(torch.tensor(False), tensors)
     assert all(not tensor.any() and torch.isfinite(tensor).all() for tensor in tensors)
 
 
@@ -84,10 +84,10 @@ def test_gradients_without_a_view_of_their_bits_become_zero_too():
     assert tensors[0].is_conj()
     assert tensors[1].is_neg()
     before = [tensor.clone() for tensor in tensors]
-    _zero_tensors_unless(torch.tensor(True), tensors)
+    zero_unless(torch.tensor(True), tensors)
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
-    _zero_tensors_unless(torch.tensor(False), tensors)
+    zero_unless(torch.tensor(False), tensors)
     assert not any(tensor.any() for tensor in tensors)
 
 

@@ -406,7 +406,7 @@ def test_fifty_updates_without_an_estimate_warn_once():
     assert warned(120, [8], 8, noise="differenced") == []
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "RAdam", "RMSprop", "Lion", "Signum", "Muon"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "RAdam", "RMSprop", "Lion", "Signum", "Muon"])
 def test_adascale_around_adam_and_what_uses_the_sign_warns_and_names_adamscale(name):
     kind = type(name, (torch.optim.SGD,), {})
     model = network()

@@ -170,11 +170,19 @@ def test_an_optimizer_that_measures_and_comes_late_needs_a_new_loop():
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(4, "2 of 4; pass minibatch_size=2"), (3, "1 of 3; pass minibatch_size=3"), (2, "")]
+    ("size", "sizes", "message"),
+    [
+        (4, [8] * 50, "2 of 4; pass minibatch_size=2"),
+        (3, [8] * 50, "1 of 3; pass minibatch_size=3"),
+        (2, [8] * 50, ""),
+        (4, [16] + [8] * 50, "2 of 4; pass minibatch_size=2"),
+        (4, [8] * 40 + [16] * 10 + [8] * 20, "2 of 4; pass minibatch_size=2"),
+        (4, [8, 16] * 50, ""),
+    ],
 )
-def test_ranks_that_measured_noise_leaves_idle_are_warned_of(size, message):
+def test_ranks_that_measured_noise_leaves_idle_are_warned_of(size, sizes, message):
     def train(backend):
-        run = training(vbs.AdaScaleOptimizer, [8] * 50, backend=backend, minibatch_size=4, dataset_size=400)
+        run = training(vbs.AdaScaleOptimizer, sizes, backend=backend, minibatch_size=4, dataset_size=sum(sizes))
         for indices in run.sampler:
             run.loss(indices).backward()
             run.optimizer.step()

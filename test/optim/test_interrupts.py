@@ -131,11 +131,18 @@ def test_an_interrupted_step_is_discarded_or_restored(kind, call, fraction, by_s
 
 @pytest.mark.nightly("trains for each of some hundred lines")
 @pytest.mark.parametrize(("kind", "call"), [("plain", 5), ("skipping", 3), ("differenced", 3)])
-def test_every_third_line_of_a_step(kind, call):
+def test_each_line_of_a_step(kind, call):
     lines = lines_of(kind, call)
     assert lines > 50
-    for line in range(1 + call % 3, lines + 1, 3):
+    for line in range(1, lines + 1):
         check(kind, call, line, line % 2 == 0)
+
+
+def test_each_of_the_last_lines_of_a_step():
+    """In which it notes that it has ended."""
+    lines = lines_of("plain", 5)
+    for line in range(lines - 40, lines + 1):
+        check("plain", 5, line, by_state=True)
 
 
 def test_a_state_that_a_hook_asks_for_names_the_hook():

@@ -42,7 +42,7 @@ def test_raises_if_an_epoch_is_repeated_from_memory():
     run = begun()
     batches = itertools.cycle(run.sampler)
     take(run, batches, 17)
-    with pytest.raises(RuntimeError, match="all updates of epoch 0 are committed; read the loader"):
+    with pytest.raises(RuntimeError, match="all updates of epoch 0 are made, but a microbatch came"):
         run.take(next(batches))
     run.weight.sum().backward()
     with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(17, 18)):

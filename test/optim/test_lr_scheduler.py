@@ -254,7 +254,18 @@ def test_rejects_a_state_with_another_by(state):
     run = training()
     scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
     before = scheduler.state_dict()
-    with pytest.raises(ValueError, match=r"of a ProgressScheduler with by='progress', got by=.*; create") as error:
+    with pytest.raises(ValueError, match=r"from a ProgressScheduler with by='progress', got by=.*; create") as error:
         scheduler.load_state_dict(state)
     assert repr(state.get("by")) in str(error.value)
     assert scheduler.state_dict() == before
+
+
+def test_a_save_before_the_step_of_the_schedule_warns():
+    run = training()
+    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
+    scheduler.state_dict()
+    run.run(1)
+    with pytest.warns(UserWarning, match=r"not called after update 1, .*; call scheduler\.step\(\) before you save"):
+        scheduler.state_dict()
+    scheduler.step()
+    scheduler.state_dict()

@@ -416,14 +416,14 @@ LOOPS = [
     (
         lambda: remaining(lambda _: scheduler(LoggedTraining(CASE), total=1)),
         ValueError,
-        "must be that of an optimizer of thi",
+        "must belong to an optimizer of thi",
     ),
     (lambda: remaining(lambda run: scheduler(run, total=1), by="samples"), ValueError, "has its own unit, got by='sam"),
     (lambda: vbs.updates([], training().sampler), TypeError, "optimizer must be a vbs.CustomOptimizer, got"),
     (lambda: vbs.updates(3, training().optimizer), TypeError, "loader must be iterable, got"),
     (lambda: vbs.check_batch_norm(None, None), TypeError, r"must be a torch\.nn\.Module, got"),
     (lambda: vbs.check_batch_norm(network(), [1]), TypeError, r"must be a vbs\.CustomSampler, got"),
-    (lambda: scaled_by_torch(model=Words(sparse=True)), TypeError, r"must be dense, but that of parameter 0, o"),
+    (lambda: scaled_by_torch(model=Words(sparse=True)), TypeError, r"of parameter 0, .* must be dense, but has"),
     (partly_scaled, RuntimeError, "must be scaled, or none, but some have a scaler= and others have not"),
     (scaled_by_torch, RuntimeError, r"of optimizer\.backward\(loss, scaler=scaler\), .* scaled in the loop, "),
 ]

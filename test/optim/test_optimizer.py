@@ -92,9 +92,7 @@ def test_step_without_backward_raises(missing):
         run.loss(next(steps)).backward()
         run.optimizer.step()
     next(steps)
-    with pytest.raises(
-        RuntimeError, match=r"no gradient has changed since the last step\(\); call loss\.backward\(\) first"
-    ):
+    with pytest.raises(RuntimeError, match=r"no gradient has changed since the last; call loss\.backward\(\) first"):
         run.optimizer.step()
 
 

@@ -1,5 +1,6 @@
 """What an optimizer logs: rows every so many updates or samples, norms, the time left, the progress bar, and means."""
 
+import copy
 import fcntl
 import math
 import os
@@ -7,11 +8,14 @@ import pty
 import re
 import struct
 import termios
+import weakref
+from collections import Counter
 from contextlib import redirect_stderr
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +24,7 @@ from helpers.properties import examples
 from helpers.reference import batches, data, gradient, training
 from helpers.runs import LoggedTraining, samplings
 from helpers.tensorboard import events
-from variable_batch_size.backend import LocalBackend
+from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.testing import run_ranks
 
 
@@ -173,7 +177,10 @@ class Counting(LocalBackend):
         super().all_reduce_sum(tensors)
 
 
-def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_asked_for():
+@pytest.mark.parametrize("alone", [True, False])
+def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_asked_for(alone, monkeypatch):
+    monkeypatch.setattr(Counting, "alone", alone)  # a process that makes the update alone has nothing to sum
+    messages = {}
     for log in (True, False):
         backend = Counting()
         run = training(sizes=[9], backend=backend)
@@ -183,8 +190,9 @@ def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_ask
                 run.optimizer.log(loss=1.0, hits=2)
             if run.optimizer.step():
                 break
-        (message,) = backend.messages
-        assert message[len(list(run.model.parameters())) :] == ([2] if log else [])
+        (messages[log],) = map(Counter, backend.messages)
+    sums_and_weights = messages[True] - messages[False]
+    assert sums_and_weights == ({} if alone else {2: 2})
 
 
 def test_values_of_a_discarded_step_do_not_count():
@@ -202,7 +210,110 @@ def test_values_of_a_discarded_step_do_not_count():
     assert run.optimizer.logged["loss"].item() == 2.0
 
 
+def update_of(run, value, count=None):
+    """Make an update that logs a value of each microbatch."""
+    update = next(iter(vbs.updates(run.sampler, run.optimizer)))
+    for indices in update:
+        run.optimizer.backward(run.loss(indices))
+        run.optimizer.log(a=value)
+        run.optimizer.step(**({} if count is None else {"count": count}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("value", [0.1, 1e39, torch.tensor(0.1, dtype=torch.float64)], ids=str)
+def test_a_row_has_the_numbers_of_logged(value, world, tmp_path):
+    def train(backend):
+        with vbs.Tracker(tmp_path, progress=False) as tracker:
+            options = {"tracker": tracker, "log_steps": 1, "backend": backend}
+            run = training(vbs.LinearRuleOptimizer, [8], dtype=torch.float32, **options)
+            update_of(run, value)
+        return run.optimizer.logged["a"]
+
+    mean = run_ranks(train, world)[0]
+    assert mean.dtype == torch.float32
+    assert pd.read_csv(tmp_path / "scalars.csv")["a"].tolist() == [mean.item()]
+
+
+class Widen(torch.nn.Linear):
+    """A layer in float64, after others in float32."""
+
+    def forward(self, rows):
+        return super().forward(rows.double())
+
+
+def test_means_have_one_dtype_in_any_world():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), Widen(4, 2, dtype=torch.float64))
+
+    def train(backend):
+        run = training(sizes=[8], dtype=torch.float32, model=copy.deepcopy(model), backend=backend)
+        update_of(run, 0.1)
+        return run.optimizer.logged["a"].dtype
+
+    assert run_ranks(train, 1) + run_ranks(train, 2) == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_without_a_token_has_no_mean(world, reads, monkeypatch):
+    if not reads:
+        monkeypatch.setattr(Backend, "reads", lambda self, tensor: False)
+
+    def train(backend):
+        run = training(sizes=[8], reduction="sum", backend=backend)
+        update_of(run, 3.0, count=0)
+        return run.optimizer.logged["a"].item()
+
+    assert all(map(math.isnan, run_ranks(train, world)))
+
+
+class Kept(vbs.Stage):
+    """Keeps the updates."""
+
+    def __init__(self):
+        self.updates = []
+
+    def end(self, update):
+        self.updates.append(update)
+
+
+def test_an_update_keeps_its_means():
+    run, kept = training(sizes=[8]), Kept()
+    run.optimizer.register(kept)
+    for value in (1.0, 2.0, 3.0):
+        update_of(run, value)
+    assert [update.means["a"].item() for update in kept.updates] == [1, 2, 3]
+
+
+def test_the_means_are_on_the_device_of_the_gradients_whatever_the_default_device_is():
+    run = training(sizes=[8])
+    update_of(run, 2.0)
+    with torch.device("meta"):
+        assert run.optimizer.logged["a"].item() == 2
+
+
+def test_a_row_can_be_read_twice():
+    run = training(sizes=[8])
+    update_of(run, 2.0)
+    read = run.optimizer._abilities.means.reader()
+    assert read() == read() == {"a": 2.0}
+
+
+def test_a_logged_loss_keeps_no_graph():
+    run = training(sizes=[8])
+    output = run.model(run.x)
+    kept = weakref.ref(output)
+    run.optimizer.log(a=output.square().sum())  # whose graph saves the output
+    del output
+    assert kept() is None
+
+
 # ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_a_complex_value_raises_before_the_weights_change():
+    run = training()
+    with pytest.raises(ValueError, match=r"a must be a real number, got a tensor of torch.complex64; pass its .abs"):
+        run.optimizer.log(a=torch.tensor(1 + 2j))
 
 
 @pytest.mark.parametrize("missing", [(0, 1), (0, 2), (1, 0), (1, 2)], ids=str)
@@ -231,9 +342,7 @@ def test_a_name_twice_for_a_microbatch_raises():
 
 def test_a_new_name_after_the_first_update_raises():
     run = training(sizes=[4]).run(1)
-    with pytest.raises(
-        RuntimeError, match=r"those of the first update, none, but 'loss' is new; log it from the first"
-    ):
+    with pytest.raises(RuntimeError, match=r"as in the first update, none, but 'loss' is new; log it from the first"):
         run.optimizer.log(loss=1.0)
 
 

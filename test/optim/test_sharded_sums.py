@@ -214,7 +214,7 @@ def test_after_an_exception_all_ranks_go_on_or_end(where, who, layout, options):
 # Mistakes of two ranks. -----------------------------------------------------------------------------------------------
 
 raises = OnEveryRank()
-CHANGED = r"only optimizer\.backward\(\) may change gradients between two .*, but that of parameter"
+CHANGED = r"has changed outside optimizer\.backward\(\)"
 
 
 def wrap(model, parameters=None, sampler=None):
@@ -338,10 +338,10 @@ raises.add(
         r"has summed over the ranks cannot be dropped, .* discard_step\(\) on all ranks",
         lambda place: step(place, cleared),
     ),
-    clipping=(rf"{CHANGED} 0, of shape .* was changed", lambda place: step(place, clipped)),
+    clipping=(rf"the gradient of parameter 0, of shape .* {CHANGED}", lambda place: step(place, clipped)),
     clipping_after_step=(CHANGED, lambda place: step(place, lambda run, loss: run.optimizer.backward(loss), then=clip)),
     other_parts=(
-        r"but rank 0 is in the first forward of 0 in a sharded model and rank 1 in the first forward of 1",
+        r"but rank 0 is in the first forward pass of 0 in a sharded model and rank 1 in the first forward pass of 1",
         lambda place: place.training(sizes=[50], model=Choosing(nn.Linear(3, 2), nn.Linear(3, 2)).double()).run(1),
     ),
 )

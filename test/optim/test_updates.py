@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.loops import CASE
@@ -275,7 +276,7 @@ def test_a_loader_of_something_else_raises():
     run = LoggedTraining(CASE)
     with pytest.raises(RuntimeError, match=r"of the optimizer's sampler, but it yields more than epoch 0 has"):
         list(vbs.updates([[1]] * 99, run.optimizer, ahead=99))
-    with pytest.raises(RuntimeError, match=r"but it ended with 1 of the 3 of update 0; create it with batch_sampler"):
+    with pytest.raises(RuntimeError, match=r"but it ended with 1 of the 3 of update 0; see above whether"):
         list(next(iter(vbs.updates([[1]], run.optimizer))))
 
 
@@ -291,6 +292,11 @@ def test_a_custom_sampler_must_be_the_batch_sampler_of_a_loader():
     wrong = DataLoader(range(40), 8, sampler=run.sampler)
     with pytest.raises(ValueError, match=r"it as sampler=, and collects batch_size=8 of them; pass it as batch_sampl"):
         vbs.updates(wrong, run.optimizer)
+    for kind in (DataLoader, StatefulDataLoader):
+        with pytest.raises(ValueError, match=r"as sampler=, and collects batch_size=8 of them; pass it as batch_sampl"):
+            next(iter(kind(range(40), 8, sampler=run.sampler)))  # in a plain loop
+        assert next(iter(kind(Itself(), batch_size=None, sampler=run.sampler)))
+        assert len(next(iter(kind(range(40), batch_sampler=run.sampler))))
     for other in (CASE.sampler(run.backend.world), [[0], [1]]):
         with pytest.raises(ValueError, match=r"must read the optimizer's own sampler, but it reads another (Cus|list)"):
             vbs.updates(DataLoader(range(40), batch_sampler=other), run.optimizer)

@@ -176,7 +176,7 @@ def test_a_sharded_model_is_trained_and_evaluated_as_a_whole_one(tmp_path):
         found = [*rank["whole"], *rank["weights"], *rank["seen"]]
         for one, right in zip(found, [*average.averages, *alone.weights(), *seen], strict=True):
             np.testing.assert_allclose(one, right, rtol=1e-10)
-        assert "one of a module that FSDP2 has gathered in a forward; create the average before" in rank["refused"]
+        assert "one of a module that FSDP2 has gathered in a forward pass; create the average before" in rank["refused"]
     again = training(vbs.LinearRuleOptimizer, SIZES)
     later = vbs.WeightAverage(again.model.parameters(), DECAY, again.optimizer)
     with vbs.Checkpoint(tmp_path, model=again.model, optimizer=again.optimizer, average=later) as checkpoint:

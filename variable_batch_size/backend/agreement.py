@@ -357,7 +357,7 @@ class Agreement:
                 why = "and a rank has ended" if ended else f"for {patience:g} s"
                 raise AbsentRankError(
                     f"every rank must come to {call}, but {who} not, {why}; see the output of all ranks, and make the "
-                    f"same calls on every rank after the same updates"
+                    f"same calls on each"
                 )
             # Not `store.wait`: it would block the store's connection, which the threads of this process share.
             time.sleep(pause)

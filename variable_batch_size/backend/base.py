@@ -17,7 +17,13 @@ from variable_batch_size.backend.numbers_as_inputs import NumbersAsInputs
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.world import World
 
+_WIDE = torch.float64, torch.complex128
 _servers: list[dist.Store] = []  # stores of this process, kept until it ends: other ranks may read later than this one
+
+
+def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of 0-D factors and sums for these tensors: float64 if any has 64-bit numbers, else float32."""
+    return torch.float64 if any(tensor.dtype in _WIDE for tensor in tensors) else torch.float32
 
 
 class Backend(ABC):
@@ -139,7 +145,7 @@ class Backend(ABC):
         """
         if self._sent is None:
             return values
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = scalar_dtype([like])
         return self._sent.tensors(values, dtype, like.device, place)
 
     def vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Tensor]:
@@ -182,11 +188,10 @@ class Backend(ABC):
         """
         if not isinstance(value, Tensor):
             return self.scalar(value, like, place)
-        value = value.detach().reshape(())
         is_moved = value.device.type == "cpu" and like.device.type != "cpu"
         if is_moved or self.reads(like):
             return self.scalar(value.item(), like, place)
-        return value.to(like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
+        return value.detach().reshape(()).to(like.device, scalar_dtype([like]))
 
     def hyperparameter(self, value: Any) -> Any:
         """Return the value to give to the inner optimizer, so that it does not become a constant of a graph."""

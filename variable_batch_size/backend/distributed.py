@@ -23,7 +23,7 @@ class DistributedBackend(Backend):
 
     Args:
         group: process group to which this process belongs. Default: the default process group.
-        job: whether the ranks of the default process group agree on when to stop and save, although only those of
+        job: whether the ranks of the default process group agree on when to stop and save, although only ranks in
             `group` sum gradients.
         sent: how numbers are sent to a device that compiles graphs; None for other devices.
 

@@ -45,7 +45,7 @@ _store: dist.Store | None = None
 
 @final
 class XlaBackend(Backend):
-    """The replicas of PyTorch/XLA. The rank is that of the current thread.
+    """The replicas of PyTorch/XLA. The rank belongs to the current thread.
 
     Raises:
         ModuleNotFoundError: if torch_xla is not installed.

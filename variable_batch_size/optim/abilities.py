@@ -152,13 +152,13 @@ class Abilities:
         before, now = self._training.batches, sampler.batches
         if before.reproducible != now.reproducible:
             found = f"reproducible={now.reproducible} after {before.reproducible}"
-            raise value_error("a training must stay reproducible, or not", found, "pass the same")
+            raise value_error("a run must stay reproducible, or not", found, "pass the same")
         if before.in_tokens != now.in_tokens:
             found = "tokens after samples" if now.in_tokens else "samples after tokens"
-            raise value_error("a training must count its batches in one unit", found, "pass lengths= to both samplers")
+            raise value_error("a run must count its batches in one unit", found, "pass lengths= to both samplers")
         if now.decided is not None and not (self._controlled and (self.noise or not now.decided.adaptive.needs_noise)):
             requirement = "a controller must follow one that the optimizer was created with, and that measures as much"
-            raise value_error(requirement, "a new AdaptiveTrace", "create the first sampler with a controller, too")
+            raise value_error(requirement, "a new AdaptiveTrace", "also create the first sampler with a controller")
 
     def follow(
         self, updater: Updater, tracker: Tracker | None, log_steps: int | None, log_samples: int | None

@@ -62,7 +62,7 @@ class PowerRuleOptimizer(CustomOptimizer):
         sampler: feeds the loop.
         ref_batchsize: batch size, in samples, at which the learning rate was tuned.
         exponent: a number >= 0, see `rules.PowerRule`.
-        **options: those of `CustomOptimizer`.
+        **options: see `CustomOptimizer`.
 
     Raises:
         TypeError: if the exponent is not a number.
@@ -130,8 +130,8 @@ class RootHalfLifeRuleOptimizer(NamedOptimizer):
 class InvariantAdamRuleOptimizer(NamedOptimizer):
     """lr * k, beta^k with k = B / ref_batchsize, and Adam's second moment as at the reference, for Adam and AdamW.
 
-    Wang and Aitchison 2024, arXiv 2402.18824; see `rules.InvariantAdamRule`. With `max_grad_norm` the gradients of the
-    microbatches are clipped by the factor on that of the update. Arguments: see `CustomOptimizer`.
+    Wang and Aitchison 2024, arXiv 2402.18824; see `rules.InvariantAdamRule`. With `max_grad_norm` the gradients of
+    microbatches are clipped by the factor on the update's gradient. Arguments: see `CustomOptimizer`.
 
     Raises:
         TypeError: if the inner optimizer is not Adam or AdamW, or the model is sharded.
@@ -154,7 +154,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
         sampler: the size of its dataset is the length of an epoch.
         ref_batchsize: batch size, in samples, at which the learning rate and the warm-up were tuned.
         warmup_epochs: length of the warm-up at `ref_batchsize`, in epochs; 0 for none.
-        **options: those of `CustomOptimizer`.
+        **options: see `CustomOptimizer`.
 
     Raises:
         TypeError: if warmup_epochs is not a number.
@@ -194,7 +194,7 @@ class AdaScaleOptimizer(NamedOptimizer):
 
     Differences from the paper, section 3 and appendix B:
 
-    - k = B / ref may be any number, also below 1, and may change at every update; sigma^2 and mu^2 are those of one
+    - k = B / ref may be any number, also below 1, and may change at every update; sigma^2 and mu^2 are for one
       sample, so nothing is rescaled then.
     - The groups are microbatches, of unequal size, and not workers: the gain does not depend on the world.
     - The averages reach over 1000 reference updates (theta = 1 - k / 1000) whatever k is, include the microbatches of
@@ -213,7 +213,7 @@ class AdamScaleOptimizer(NamedOptimizer):
     """lr * sqrt(gain), for Adam and similar optimizers, with AdaScale's gain (Qiao et al. 2021, arXiv 2008.12260).
 
     Similar are Lion, Signum and `torch.optim.Muon`, whose steps do not depend on the size of the gradient, see
-    `AdamScaleRule`. Arguments: see `CustomOptimizer`. The gain is that of the plain gradients, before Adam divides
+    `AdamScaleRule`. Arguments: see `CustomOptimizer`. The gain comes from the plain gradients, before Adam divides
     them; `progress` grows by it. Everything else is as for `AdaScaleOptimizer`.
     """
 

@@ -80,8 +80,8 @@ class CustomOptimizer(ObservedOptimizer):
         log_samples: number of samples between two rows of scalars, instead.
         tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` or `log_samples` is given.
         sharded_accumulation: whether FSDP2 scatters each microbatch's sum; otherwise ranks keep whole gradients.
-        process_group: the ranks that share a batch, if not all of the job do; the others agree with them on everything
-            else. Pass its size and rank to the sampler, too.
+        process_group: the ranks that share a batch, if these are not all ranks of the job; the others agree with them
+            on everything else. Also pass its size and rank to the sampler.
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.backend.detect`.
 
     Raises:
@@ -229,8 +229,8 @@ class CustomOptimizer(ObservedOptimizer):
             set_to_none: accepted as in torch; gradients become None.
 
         Raises:
-            RuntimeError: within a step, if a backward has added to gradients that were accumulated in `.grad`, as that
-                of a generator does to those of its discriminator: pass `inputs=` to it.
+            RuntimeError: within a step, if a backward has added to gradients accumulated in `.grad`, as a generator's
+                backward does to its discriminator's gradients: pass `inputs=` to it.
         """
         self._adopt_groups(keep=False)
         self._updater.sum.clear(uncounted=True)
@@ -259,13 +259,13 @@ class CustomOptimizer(ObservedOptimizer):
             retain_graph: whether the graph is kept.
             create_graph: whether the graph of the gradients is built.
             inputs: the tensors that get gradients.
-            divided: whether the loss is a part of that of the update, whose terms are divided by `update.counts` of
+            divided: whether the loss is a part of the update's loss, whose terms are divided by `update.counts` of
                 `vbs.updates(counts=)`; it is needed there, and only there. It then adds its gradient as it is, but for
                 repeated rows, which count once, and replays, which do not.
             scaler: scales the loss; its scale at the first microbatch holds for the step. Call `scaler.step(optimizer)`
                 and `scaler.update()` after each microbatch, without `scaler.unscale_`.
-            others: another optimizer of this sampler whose parameters the loss has, too, or several; each of them
-                makes its `step()`.
+            others: one or more other optimizers of this sampler, if the loss also depends on their parameters; call
+                `step()` of each.
 
         Raises:
             RuntimeError: if something else has changed the gradients since the last `step()` or `backward()`, or an
@@ -334,14 +334,17 @@ class CustomOptimizer(ObservedOptimizer):
         self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=training.round_of(self) > 0)
         try:
-            training.running = True
-            microbatch = training.receive_microbatch(self)
-            self._accumulate(microbatch, count)
-            updated = microbatch.ends_step and self._make_update()
-        except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
-            training.restart()
-            return False
-        finally:
+            try:
+                training.running = True
+                microbatch = training.receive_microbatch(self)
+                self._accumulate(microbatch, count)
+                updated = microbatch.ends_step and self._make_update()
+            except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
+                training.restart()
+                return False
+            finally:
+                training.running = False
+        finally:  # again, because an interrupt can come just before
             training.running = False
         training.end_step(self, ends_update=microbatch.ends_step)
         if len(training.members) == 1:  # with several optimizers, others may still compute this microbatch
@@ -353,7 +356,7 @@ class CustomOptimizer(ObservedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return a context for forwards and backwards that are none of the training, between two steps.
+        """Return a context for forward and backward passes that do not belong to training, between two steps.
 
         Gradients of the optimizers of the sampler, and of their `model=`, are put back, and neither a
         `DistributedDataParallel` nor this optimizer sums: what all ranks must have in common, such as an estimate of a
@@ -396,12 +399,13 @@ class CustomOptimizer(ObservedOptimizer):
         return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_dict(), **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Restore a state, in any world. The sampler moves to its position.
+        """Restore a state, on any number of ranks. The sampler moves to its position.
 
         Args:
-            state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
-            strict: whether to raise if the state has another kind of inner optimizer, dataset size, seed or past of the
-                trace. Another future of it, rule, or size of microbatches that are compared gives a UserWarning.
+            state_dict: state of a `CustomOptimizer`; with `strict=False` also of a plain torch optimizer.
+            strict: whether to raise an error if the state has a different kind of inner optimizer, dataset size, seed
+                or past of the trace. A different future of the trace, a different rule, or a different size of
+                microbatches that are compared gives a UserWarning.
 
         Raises:
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.

@@ -107,12 +107,12 @@ class ObservedOptimizer(OptimizerWrapper):
 
     @property
     def updates(self) -> int:
-        """The number of updates of the training so far, with those of skipped epochs, and of earlier samplers."""
+        """The number of updates of the training so far, including skipped epochs and earlier samplers."""
         return self._training.updates
 
     @property
     def stage(self) -> int:
-        """How many samplers the training had before that of its position: 0 until `continue_with`, then 1."""
+        """How many samplers preceded the one at the training's position: 0 until `continue_with`, then 1."""
         return self._training.stage
 
     @property
@@ -144,7 +144,7 @@ class ObservedOptimizer(OptimizerWrapper):
         """The next update: its samples, and this rank's microbatches.
 
         Raises:
-            RuntimeError: if the training has ended, or nobody knows the update yet.
+            RuntimeError: if the training has ended, or the next update is not known yet.
         """
         return self._training.batch
 
@@ -186,7 +186,10 @@ class ObservedOptimizer(OptimizerWrapper):
 
     @property
     def logged(self) -> dict[str, Tensor]:
-        """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
+        """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients.
+
+        It is empty before the first update of a process, also after a restore.
+        """
         return self._abilities.means.last_means
 
     @property

@@ -17,7 +17,7 @@ from variable_batch_size.optim.message import Message
 from variable_batch_size.optim.tensors.parameters import Parameters
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 
-FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
+FIRST_UPDATE = "the first update of a run, of a restored state, or with other parameters"
 
 
 class Needs(NamedTuple):
@@ -74,13 +74,13 @@ class UpdateUnderWay:
     Attributes:
         batch: its number, its samples and this rank's microbatches.
         asked: what the rules are asked with; who measures the noise replaces it.
-        rules: that of each parameter group.
+        rules: one for each parameter group.
         parameters: what is trained.
         facts: what all ranks must have in common, by name.
         message: the sums over the ranks, by the names of their entries.
         gradients: those that the parameters have, summed over the ranks.
         count: the sum of the counts over all ranks, 0-D; None if the steps have none.
-        means: the means of what the loop has logged, over all samples, 0-D by name.
+        read_means: returns the means of what the loop has logged, over all samples, 0-D by name.
         square: the squared norm of the reduced gradient, if it is known: a float, or 0-D on a device.
         norm: its norm before clipping, 0-D, if it is known.
         finite: whether it is finite, 0-D where a device decides: then it was zeroed unless it is.
@@ -96,12 +96,17 @@ class UpdateUnderWay:
     message: Message
     gradients: list[Tensor] = field(default_factory=list)
     count: Tensor | None = None
-    means: Mapping[str, Tensor] = field(default_factory=dict)
+    read_means: Callable[[], dict[str, Tensor]] = dict
     square: float | Tensor | None = None
     norm: Tensor | None = None
     finite: bool | Tensor = True
     skipped: bool | Tensor = False
     scalings: list[Scaling] = field(default_factory=list)
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """The means of what the loop has logged, over all samples, 0-D by name."""
+        return self.read_means()
 
     def skip(self, decision: bool | Tensor) -> None:
         """Combine a stage's decision, whether this update is skipped, with earlier ones: any of them can skip it.
@@ -129,7 +134,7 @@ class Saved:
 
 
 class Stage(Saved):
-    """An ability of an optimizer. Each method does nothing; override those of the moments that matter.
+    """An ability of an optimizer. Each method does nothing; override methods of moments that matter.
 
     The moments of an update, in their order: `check` and `add` of each microbatch; `begin`, and `part` of what the
     ranks sum; then, with the reduced gradient, `reduce`, `judge`, `measure`, `scale`, `clip`; `around` the inner
@@ -137,7 +142,7 @@ class Stage(Saved):
     `clear`.
 
     Attributes:
-        name: that of its entry in the message.
+        name: names its entry in the message.
         by_microbatch: whether its part is a sum over the microbatches since the last `clear`.
         whole: whether its part has whole numbers only, whose sum has no order.
         compares_microbatches: whether the update depends on how its samples are cut into microbatches.
@@ -176,7 +181,7 @@ class Stage(Saved):
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of what the ranks sum in an update, 1-D tensors; an empty list if there is none.
 
-        They are summed in place, in one message with those of other stages, after the last microbatch of the rank.
+        They are summed in place, in one message with other stages, after the last microbatch of the rank.
 
         Args:
             like: this rank's parts of the parameters, whose device and dtype the tensors should have.

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error, without_addresses
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.plan.state import NUMBER, check_entries
 from variable_batch_size.data.steps import Due
@@ -42,7 +43,6 @@ from variable_batch_size.optim.tensors.arithmetic import (
     check_dense,
     collect_gradients,
     multiply,
-    scalar_dtype,
     squared_norm,
 )
 from variable_batch_size.optim.tensors.late import copy_later

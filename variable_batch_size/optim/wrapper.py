@@ -218,7 +218,7 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
         if saved != present:
             raise ValueError(
                 f"a state must have as many parameters in each group as the optimizer, but it has {saved} and the "
-                f"optimizer {present}; create the same groups before it is loaded, as those of unfrozen parameters"
+                f"optimizer {present}; create the same groups before it is loaded, as for unfrozen parameters"
             )
     needed = {name for name, value in inner.defaults.items() if isinstance(value, (float, int, tuple, Tensor))}
     needed -= {name for name, value in inner.defaults.items() if isinstance(value, bool)}
@@ -226,7 +226,7 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
         missing = sorted(needed - group.keys())
         if missing:
             raise ValueError(
-                f"a state must be that of an optimizer of the same kind, but its parameter group {number} has no "
+                f"a state must come from an optimizer of the same kind, but its parameter group {number} has no "
                 f"{' and no '.join(missing)}, which {type(inner).__name__} needs; create the optimizer that was saved"
             )
     terms = state_dict.get("vbs", {}).get("bias_correction", ())  # for each group, [] if it has none

@@ -14,7 +14,7 @@ from variable_batch_size.rules.base import RuleInput, Scaling, required_noise
 class AdamScaleRule:
     """Multiply the learning rate of Adam and similar optimizers by the root of AdaScale's gain: lr * sqrt(gain).
 
-    The gain is that of the plain gradients, before Adam divides them, and it is the progress of the update.
+    The gain comes from the plain gradients, before Adam divides them, and it is the progress of the update.
 
     It is also for Lion and Signum, which use the sign of the gradient. The best learning rate of SGD goes with the gain
     (McCandlish et al. 2018, arXiv 1812.06162, equation 2.6), theirs with sqrt(k) while B is small beside the noise

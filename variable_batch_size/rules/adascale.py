@@ -10,7 +10,7 @@ from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling, required_noise
 
 # Optimizers that divide the gradient by an estimate of its size.
-_ADAM_LIKE = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adafactor", "Lion", "Muon", "Signum"}
+_ADAM_LIKE = {"Adam", "AdamW", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Adafactor", "Lion", "Muon", "Signum"}
 
 
 def adascale_gain(sigma2: Any, mu2: Any, batch_size: Any, ref_batchsize: Any) -> Any:

@@ -88,7 +88,7 @@ class Scaling:
         gradient: factor on the reduced gradient, after clipping.
         weight_decay: factor on the weight decay.
         one_minus_beta: factor on 1 - beta, for each beta (Adam) or alpha (RMSprop) of a group. Adam and AdamW then
-            correct their bias by the betas that were used; NAdam, RAdam and Adamax by those of the update.
+            correct bias by the betas that were used; NAdam, RAdam and Adamax by the betas of the update.
         eps: factor on eps.
         progress: progress of the training by this update, in updates at `ref_batchsize`.
         beta2_power: exponent of the second beta (Adam) or of alpha (RMSprop) of a group, after the factor on 1 - beta.
@@ -147,7 +147,7 @@ class Scaling:
 @final
 @dataclass(frozen=True, slots=True)
 class RuleContext:
-    """What is known of a training before its first update, for a rule's `check`.
+    """What is known of a run before its first update, for a rule's `check`.
 
     Attributes:
         optimizer: names of the inner optimizer's class and its base classes, the class first.
@@ -172,8 +172,8 @@ class Rule(Protocol):
       `InvariantAdamRule` (default: False);
     - `scales_betas: ClassVar[bool] = True`, if it changes betas (default: False); needed with `skip_grad_norm` on XLA;
     - `needs_reference: ClassVar[bool] = False`, if it works without a `ref_batchsize` (default: True);
-    - `check(context: RuleContext) -> None`, which raises if the rule cannot be used in that training. It is called when
-      the rule is chosen by its name, also by a named optimizer; a rule that is passed as an object is used as it is.
+    - `check(context: RuleContext) -> None`, which raises an error if the rule does not fit the run. It is called if you
+      choose the rule by its name, or use its named optimizer; a rule that you pass as an object is not checked.
     """
 
     def __call__(self, update: RuleInput) -> Scaling:

@@ -15,18 +15,19 @@ class InvariantAdamRule:
 
     Adam divides by the root of v, an average of G^2, whose expectation g^2 + sigma^2 / B falls as the batch grows. Here
     v averages G^2 + a (A - G^2), elementwise, where A = sum_j (n_j / B) g_j^2 is the mean square of the gradients of
-    the J microbatches of an update, and a = (k - 1) / (J - 1). Its expectation is g^2 + sigma^2 / ref_batchsize, that
-    of plain Adam at the reference, for any microbatches. An update then moves the weights as k updates of plain Adam
+    the J microbatches of an update, and a = (k - 1) / (J - 1). Its expectation is g^2 + sigma^2 / ref_batchsize, as
+    in plain Adam at the reference, for any microbatches. An update then moves the weights as k updates of plain Adam
     at the reference do, up to the square of the learning rate, whether or not noise dominates the gradient. The betas
     become beta1^k and beta2^k, so that both averages reach as many samples back.
 
-    The paper averages A itself, as a = 1 would: v is then that of a batch as large as a microbatch.
+    The paper averages A itself, as a = 1 would: v is then as for a batch as large as a microbatch.
 
     For k < 1 no mean of squares makes G^2 smaller. v stays Adam's there, and lr gets sqrt(k) and eps 1 / sqrt(k), as
     with the sqrt-sde rule, which is right where noise dominates, as it does in small batches. An update with k > 1
     needs two or more microbatches.
 
-    Scales: lr by k, betas to beta^k; second moment as at the reference; below 1 lr by sqrt(k), eps by 1/sqrt(k).
+    Scales: for k >= 1, lr by k, with the second moment of the reference; for k < 1, lr by sqrt(k) and eps by 1/sqrt(k);
+    betas to beta^k.
     Progress: k.
     Use when: Adam or AdamW with k > 1, while lr * k is so small that one update can replace k.
     Fails when: lr * k is too large, as with the linear rule; layers mix samples; memory for one more copy is missing.

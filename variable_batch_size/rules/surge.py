@@ -19,8 +19,8 @@ class SurgeRule:
     The best learning rate of an optimizer that uses the sign of the gradient rises with the root of B, is largest at
     B_noise and falls beyond it. The factor equals gain / sqrt(k), with AdaScale's gain and k = B / ref_batchsize.
 
-    The paper's B_noise depends on the curvature, too, and moves during a training. Here it is that of the measured
-    noise, sigma^2 / mu^2, or the argument. Before the first estimate the factor is the root of min(1, k), as with
+    In the paper, B_noise also depends on the curvature, and changes during training. This rule uses the measured noise
+    scale, sigma^2 / mu^2, or the argument. Before the first estimate the factor is the root of min(1, k), as with
     AdamScale. The gain is also what the paper's theorem 5 says an update is worth at its best learning rate.
 
     Scales: lr by gain / sqrt(k), which falls where B exceeds the noise scale.

@@ -7,6 +7,7 @@ new progress to read it later, measures how far the training is, and steps the s
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -16,6 +17,7 @@ from weakref import WeakSet
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_number, suggests, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -122,7 +124,7 @@ class ProgressScheduler:
         """Raise ValueError unless the schedule counts one of these optimizers and has a `total`: else it never ends."""
         if self._optimizer not in optimizers:
             raise value_error(
-                "the schedule must be that of an optimizer of this loop",
+                "the schedule must belong to an optimizer of this loop",
                 f"one of another {type(self._optimizer).__name__}",
                 "create the ProgressScheduler with this optimizer",
             )
@@ -138,7 +140,18 @@ class ProgressScheduler:
     # State. ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler and its position in the training, as plain numbers that fit every world."""
+        """Return the state of the scheduler and its position in the training, as plain numbers that fit every world.
+
+        A UserWarning says so if `step()` was not called after the last update, as if a save came before it: a run that
+        resumes from there makes its next update with an earlier learning rate.
+        """
+        if self._updates != self._optimizer.updates:
+            warnings.warn(
+                f"scheduler.step() was not called after update {self._optimizer.updates}, so that a resumed run would "
+                f"make its next update with an earlier learning rate; call scheduler.step() before you save",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )
         return {
             "by": self._by,
             "steps": self._steps,
@@ -152,12 +165,12 @@ class ProgressScheduler:
         """Restore a state. Also load the state of the optimizer, before or after.
 
         Raises:
-            ValueError: if the state was saved with another `by`; then nothing has changed.
+            ValueError: if the state was saved with a different `by`; the scheduler is then unchanged.
         """
         saved = state_dict.get("by")
         if saved != self._by:
             raise value_error(
-                f"the state must be that of a ProgressScheduler with by={self._by!r}",
+                f"the state must come from a ProgressScheduler with by={self._by!r}",
                 f"by={saved!r}",
                 "create this ProgressScheduler with the by of the saved one",
             )

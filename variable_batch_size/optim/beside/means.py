@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from variable_batch_size._validation import check_number, type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.plan.state import check_entries, check_items
 from variable_batch_size.optim.checks.consistency import check_names
 from variable_batch_size.optim.stage import FIRST_UPDATE, Counted, MeasuredSquares, Stage, UpdateUnderWay
@@ -23,6 +24,29 @@ from variable_batch_size.optim.tensors.hooks import uncompiled
 from variable_batch_size.optim.tensors.late import copy_later
 
 _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
+
+
+class _Means(NamedTuple):
+    """The means of an update: floats if this process makes it alone on a CPU, otherwise a tensor, (names,)."""
+
+    names: tuple[str, ...]
+    values: Tensor | list[float]
+    dtype: torch.dtype  # to which floats are rounded when they are read
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """Return the means by name, 0-D."""
+        return dict(zip(self.names, self._vector().unbind(), strict=True))
+
+    def reader(self) -> Callable[[], dict[str, float]]:
+        """Return a function that returns the means by name. Called some updates later, it avoids a wait."""
+        read = copy_later(self._vector())
+        return lambda: dict(zip(self.names, read().tolist(), strict=True))
+
+    def _vector(self) -> Tensor:
+        """Return the means as one tensor, (names,)."""
+        if isinstance(self.values, Tensor):
+            return self.values
+        return torch.tensor(self.values, dtype=self.dtype, device="cpu")  # whatever torch's default device is
 
 
 @final
@@ -49,14 +73,19 @@ class StepMeans(Stage):
         self._weight: Any = 0.0  # sum of n_j: that of each name, because each has a value in every microbatch
         self._microbatches: dict[str, int] = {}  # name -> how many have a value
         self._added = 0  # microbatches of the step
-        self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and means, (names,)
+        self._last: _Means | None = None  # of the last update
 
     @uncompiled
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values that the loop logs of the current microbatch; several calls may add different names."""
         for name, value in values.items():
             self._check_value(name, value)
-            self._current[name] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+            if not isinstance(value, Tensor):
+                self._current[name] = float(value)
+            elif self._backend.reads(value):
+                self._current[name] = float(value.item())
+            else:
+                self._current[name] = value.detach()  # so that the graph of a loss is not kept
 
     def meet(self, agreement: Agreement) -> None:
         """Compare the names of the logged values over all ranks, before they sum values for the first time."""
@@ -80,8 +109,7 @@ class StepMeans(Stage):
             value_weight = self._backend.number(value_weight, like, "weight of means")
         for name, value in self._current.items():
             self._microbatches[name] = self._microbatches.get(name, 0) + 1
-            weighted = self._weigh(value, value_weight, like)
-            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+            self._sums[name] = self._add_weighted(self._sums.get(name), value, value_weight, like)
         self._current = {}
 
     def part(self, like: Sequence[Tensor]) -> list[Tensor]:
@@ -99,11 +127,20 @@ class StepMeans(Stage):
         self.names = self._names_of_step if self.names is None else self.names
         if not self.names:
             return []
+        if self._keeps_floats(like[0]):
+            return []
         if not self._sends_weights:
             return [self._as_vector([self._sums.get(name, math.nan) for name in self.names], like[0])]
         sums = [self._sums.get(name, 0.0) for name in self.names]
         weights = [self._weight if name in self._sums else 0.0 for name in self.names]
         return [self._as_vector(sums, like[0]), self._as_vector(weights, like[0])]
+
+    def _keeps_floats(self, like: Tensor) -> bool:
+        """Return whether the sums stay floats, which take a tenth of the time of tensors: they are not sent to ranks.
+
+        `like`: a tensor on the device of the gradients.
+        """
+        return not self._sends_weights and self._backend.reads(like)
 
     @property
     def _names_of_step(self) -> tuple[str, ...]:
@@ -118,17 +155,26 @@ class StepMeans(Stage):
         """
         self.names = self.names if self.names is not None else self._names_of_step
         self._last = None
+        has_totals = update.batch.totals is not None  # then the loop has divided its losses
+        batch_size = float(update.batch.batch_size)
         message = update.message[self.name]
-        if not message:
-            return
-        sums, *weights_if_sent = message
-        batch_size = self._backend.scalar(float(update.batch.batch_size), sums, "divisor of means")
-        total = batch_size if update.count is None else update.count
-        means = sums / total if update.batch.totals is None else sums  # with totals, the loop has divided its losses
-        for weights in weights_if_sent:  # none or one
-            means = torch.where(self._find_whole(weights / total), means, math.nan)
-        self._last = self.names, means
-        update.means = self.last_means
+        if self.names and self._keeps_floats(update.parameters[0]):
+            own_total = 1.0 if has_totals else batch_size if update.count is None else float(update.count)
+            sums_of_step = (self._sums.get(name, math.nan) for name in self.names)
+            means = [own / own_total if own_total else math.nan for own in sums_of_step]
+            self._last = _Means(self.names, means, scalar_dtype(update.parameters[:1]))
+        elif message:
+            sums, *weights_if_sent = message
+            total = self._backend.scalar(batch_size, sums, "divisor of means") if update.count is None else update.count
+            mean = sums if has_totals else sums / total
+            are_complete = [self._find_whole(weights / total) for weights in weights_if_sent]  # none or one
+            if update.count is not None:
+                are_complete.append(total > 0)  # without a token there is no mean
+            for is_complete in are_complete:
+                mean = torch.where(is_complete, mean, math.nan)
+            self._last = _Means(self.names, mean, mean.dtype)
+        if self._last is not None:
+            update.read_means = self._last.as_tensors
 
     def _find_whole(self, shares: Tensor) -> Tensor:
         """Return for each name whether it has values for all samples of the update, (names,).
@@ -167,37 +213,36 @@ class StepMeans(Stage):
     @property
     def last_means(self) -> dict[str, Tensor]:
         """The means of the last update, 0-D tensors on the device of the gradients; nan if nothing was logged."""
-        if self._last is None:
-            return {}
-        names, means = self._last
-        return dict(zip(names, means.unbind(), strict=True))
+        return {} if self._last is None else self._last.as_tensors()
 
     def reader(self) -> Callable[[], dict[str, float]]:
         """Return a function that returns the means of the last update. Called some updates later, it avoids a wait."""
-        if self._last is None:
-            return dict
-        names, means = self._last
-        read = copy_later(means)
-        return lambda: dict(zip(names, read().tolist(), strict=True))
+        return dict if self._last is None else self._last.reader()
 
-    def _weigh(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
-        """Return `weight` times a logged value; 0 for a weight of 0, as of a replay, even if the value is not finite.
+    def _add_weighted(self, total: Any, value: Tensor | float, weight: Any, like: Tensor) -> Any:
+        """Return `total`, None for none, plus `weight` times a logged value; a weight of 0, as of a replay, adds 0.
 
-        Both are floats or 0-D tensors. `like`: a tensor on the device to which values go.
+        It does so even if the value is not finite. All are floats or 0-D tensors. `like`: a tensor on the device to
+        which values go.
         """
         if not isinstance(weight, Tensor) and not weight:
-            return 0.0
+            return 0.0 if total is None else total
         value = self._backend.number(value, like)
-        if not isinstance(weight, Tensor):
-            return value * weight
-        return torch.where(weight.bool(), value * weight, weight)  # without numbers, which XLA would send each time
+        if isinstance(weight, Tensor):  # without numbers, which XLA would send each time
+            value = torch.where(weight.bool(), value * weight, weight)
+        elif isinstance(value, Tensor) and isinstance(total, Tensor):
+            return torch.add(total, value, alpha=weight)  # one kernel
+        else:
+            value = value * weight
+        return value if total is None else total + value
 
     def _as_vector(self, numbers: Sequence[Any], like: Tensor) -> Tensor:
         """Return floats and 0-D tensors as one tensor, (numbers,), in at least float32, on the device of `like`."""
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = scalar_dtype([like])
         if any(isinstance(number, Tensor) for number in numbers):
-            tensors = (number if isinstance(number, Tensor) else like.new_full((), number) for number in numbers)
-            return torch.stack([tensor.to(dtype) for tensor in tensors])
+            tensors = [number if isinstance(number, Tensor) else like.new_full((), number) for number in numbers]
+            tensors = [tensor.to(dtype) for tensor in tensors]
+            return torch.stack(tensors) if len(tensors) > 1 else tensors[0].reshape(1)  # which needs no kernel
         if self._backend.reads(like):
             return torch.tensor(numbers, dtype=dtype)
         example = like.new_empty(0, dtype=dtype)
@@ -215,7 +260,7 @@ class StepMeans(Stage):
             )
         if self.names is not None and name not in self.names:
             raise RuntimeError(
-                f"the names must be those of the first update, {', '.join(self.names) or 'none'}, but {name!r} is new; "
+                f"the names must be as in the first update, {', '.join(self.names) or 'none'}, but {name!r} is new; "
                 f"log it from the first update on, on every rank"
             )
         check_mean(name, value)
@@ -224,6 +269,8 @@ class StepMeans(Stage):
 def check_mean(name: str, value: object) -> None:
     """Raise an error unless a value of a microbatch is a number, or a tensor with one element."""
     if isinstance(value, Tensor):
+        if value.is_complex():
+            raise value_error(f"{name} must be a real number", f"a tensor of {value.dtype}", "pass its .abs() or .real")
         if value.numel() != 1:
             found = f"a tensor of shape {tuple(value.shape)}"
             raise value_error(f"{name} must be a mean over the rows of the microbatch", found, "pass its .mean()")
@@ -306,8 +353,7 @@ class TokenCount(Stage):
         """Return the sum of this rank's counts in the step, (1,), for the ranks to sum; nothing without counts."""
         if not self.used:
             return []
-        dtype = torch.float64 if like[0].dtype == torch.float64 else torch.float32
-        return [torch.as_tensor(self._sum, dtype=dtype).to(like[0].device).view(1)]
+        return [torch.as_tensor(self._sum, dtype=scalar_dtype(like[:1])).to(like[0].device).view(1)]
 
     def reduce(self, update: UpdateUnderWay) -> None:
         """Turn gradients that were divided by the samples into those that are divided by the counts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
@@ -104,6 +104,12 @@ class Reporter(LoopStage):
         if self._tracker is not None:
             self._tracker.flush()
         return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next row replace the rows from its update on, because these updates are made again."""
+        if self._tracker is not None:
+            self._tracker.close()  # the next row opens its files again, as in a new process
+        self._begin = self._last = None
 
     @property
     def _reads_device(self) -> bool:

@@ -179,8 +179,8 @@ def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None
     if has_dtensor(updated) and any(not isinstance(parameter, DTensor) for parameter in not_updated):
         raise value_error(
             "parameters must be those that the optimizer updates",
-            "one of a module that FSDP2 has gathered in a forward",
-            "create the average before the first forward, or call reshard() of the module",
+            "one of a module that FSDP2 has gathered in a forward pass",
+            "create the average before the first forward pass, or call reshard() of the module",
         )
 
 

@@ -26,10 +26,7 @@ from variable_batch_size.optim.tensors.parameters import Gradients, Parameters, 
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
-_REMEDY = (
-    "clip with max_grad_norm=, leave zero_grad() to step(), pass a DistributedDataParallel as model=, and inputs= to "
-    f"other backwards; {in_documentation('Mistakes')}"
-)
+_REMEDY = f"clip with max_grad_norm=, leave zero_grad() to step(); {in_documentation('Mistakes')}"
 
 
 @final
@@ -107,8 +104,8 @@ class BackwardCheck:
         if number is not None:
             shape = tuple(self._parameters[number].shape)
             raise RuntimeError(
-                f"only optimizer.backward() may change gradients between two calls of step(), but that of parameter "
-                f"{number}, of shape {shape}, was changed, as by loss.backward() or clipping in the loop; {_REMEDY}"
+                f"the gradient of parameter {number}, of shape {shape}, has changed outside optimizer.backward(); "
+                f"{_REMEDY}"
             )
 
     def check(self, fresh: Sequence[bool], *, needed: bool, accumulating: bool = False) -> None:
@@ -133,13 +130,13 @@ class BackwardCheck:
             self._remove_hooks()
         if self._hooks and self._ours is None and (self._changed or not self._nothing_followed_accumulations()):
             raise RuntimeError(
-                f"only backward() may change gradients between two calls of step(), but something else has changed "
-                f"them; {_REMEDY}"
+                f"only backward() may change gradients, but something else has changed them; pass DDP as model=, "
+                f"{_REMEDY}"
             )
         if needed and not any(fresh):
             raise RuntimeError(
-                "each step() must follow the backward() of one microbatch, but no gradient has changed since the last "
-                "step(); call loss.backward() first, and give the optimizer the parameters of the model that you train"
+                "each step() must follow the backward() of one microbatch, but no gradient has changed since the last; "
+                "call loss.backward() first, of the model whose parameters the optimizer has, and no zero_grad()"
             )
 
     def _check_accumulated_stays(self) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.optim.stage import Stage, UpdateUnderWay
-from variable_batch_size.optim.tensors.arithmetic import scalar_dtype
 from variable_batch_size.optim.tensors.late import READ_EVERY, copy_later
 
 Facts = dict[str, Any]  # of an update, by their names in an error

@@ -26,7 +26,8 @@ _STATE = "state_dict() of vbs.updates"
 class Arrivals(Generic[T]):
     """The updates of batches that arrive; see `updates`.
 
-    The state of streams, which can be a part of a `Checkpoint`, is that of all shards, and resumes in any world.
+    The state of streams, which can be a part of a `Checkpoint`, contains all shards. You can resume it on any number of
+    ranks.
     """
 
     def __init__(
@@ -235,8 +236,8 @@ class Arrivals(Generic[T]):
         streams, training = self._source.streams, self._source.training
         if streams is None:
             raise RuntimeError(
-                "a state needs streams of rows, but these batches are made as they arrive; save the state of what "
-                "makes them on this rank, and that of the optimizer"
+                "a state needs streams of rows, but these batches are made as they arrive; save the state of the "
+                "optimizer, and of what makes them on this rank"
             )
         training.check_phase(_STATE, Phase.BETWEEN_STEPS)
         update = self._optimizer.updates  # the number of updates so far

@@ -13,12 +13,13 @@ from torch import Tensor
 from variable_batch_size._validation import check_number, type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.training import Training
 from variable_batch_size.optim.stage import LoopStage, Stage, UpdateUnderWay
 from variable_batch_size.optim.sums.base import NOT_DIVIDED
 from variable_batch_size.optim.sums.ranks import Ranks
-from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
+from variable_batch_size.optim.tensors.arithmetic import local_parts
 
 Count: TypeAlias = "Callable[[Any], Mapping[str, Tensor | float]]"
 Totals: TypeAlias = "Mapping[str, Tensor | float]"

@@ -58,7 +58,7 @@ def check_not_begun(wrapper: object, sampler: object) -> None:
     if getattr(wrapper, "updates", 0) and getattr(wrapper, "sampler", sampler) is not sampler:
         raise RuntimeError(
             f"an inner optimizer has one wrapper, but another one has made {wrapper.updates} updates with another "  # type: ignore[attr-defined]
-            "sampler; call optimizer.continue_with(sampler) of that one, or delete it to begin another training"
+            "sampler; call optimizer.continue_with(sampler) of that one, or delete it to begin a different run"
         )
 
 

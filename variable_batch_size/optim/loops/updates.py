@@ -15,7 +15,7 @@ from variable_batch_size._validation import check_int, check_number, type_error,
 from variable_batch_size.backend import ElasticBackend
 from variable_batch_size.data.batches import Batch, Position
 from variable_batch_size.data.decided import wait_for
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.sampler import CustomSampler, collecting_error
 from variable_batch_size.data.streams.arriving import ArrivingBatches
 from variable_batch_size.optim.beside.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.checks.consistency import common_facts
@@ -199,8 +199,8 @@ class Updates(Generic[T]):
                 total = len(batch.microbatches)
                 raise RuntimeError(
                     f"the loader must yield the sampler's microbatches, but it ended with {number} of the {total} of "
-                    f"update {batch.step}; create it with batch_sampler=sampler, and filter or repeat samples in the "
-                    "dataset"
+                    f"update {batch.step}; see above whether it has failed in a thread, or create it with "
+                    f"batch_sampler=sampler"
                 ) from None
             lost = 0 if training.iteration is None else training.iteration.count_lost(received)
             if lost:
@@ -235,11 +235,7 @@ def _check_reads_batches(loader: object, sampler: object) -> None:
     if not isinstance(loader, DataLoader):
         return
     if loader.batch_sampler is not None and isinstance(loader.sampler, CustomSampler):
-        raise ValueError(
-            f"a CustomSampler yields whole microbatches, but the loader has it as sampler=, and collects "
-            f"batch_size={loader.batch_size} of them; pass it as batch_sampler=, and no batch_size, shuffle or "
-            "drop_last"
-        )
+        raise collecting_error(loader.batch_size)
     sampler_of_loader = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if sampler_of_loader is not sampler:
         kind = type(sampler_of_loader).__name__
@@ -306,7 +302,7 @@ def updates(
     Raises:
         TypeError: if `loader` is not iterable, `optimizer` is not a `CustomOptimizer`, or `counts` not a function.
         ValueError: if `loader` is a `DataLoader` that was created with `sampler=` instead of `batch_sampler=`, or with
-            another sampler than that of the optimizer; or if there are `counts`, and the noise or squares of
+            another sampler than the optimizer has; or if there are `counts`, and the noise or squares of
             microbatches are measured, the world may change, or updates are read ahead.
     """
     if counts is not None and isinstance(optimizer, CustomOptimizer):
@@ -384,7 +380,7 @@ def _yield_remaining(
         yield epoch
     was_restored = first.updates > 0 and first.last_batch is None
     if was_restored and not has_yielded and first.sampler is sampler and first.backend.world.rank == 0:
-        text = f"The training has ended after {first.updates} updates; to train it anew, pass another folder."
+        text = f"The training has ended after {first.updates} updates; to train it again, pass another folder."
         log(text, rank=0, update=first.updates)
 
 

@@ -41,12 +41,12 @@ def whole_batch(
     """Make an update of a loss L that compares all B rows of its batch; it calls every `backward()` and `step()`.
 
     Pass 1 computes the embeddings z of each microbatch without gradients, and the ranks gather them. Each rank computes
-    L(z) and dL/dz over all rows, in the order of the plan, which is the same in any world. Pass 2 computes the
-    embeddings again, with the random numbers of pass 1, and accumulates over the microbatches j
+    L(z) and dL/dz over all rows, in the order of the plan, which is the same on any number of ranks. Pass 2 computes
+    the embeddings again, with the random numbers of pass 1, and accumulates over the microbatches j
 
         G = sum_j (dz_j / dw)^T dL/dz_j + dL/dw,
 
-    the gradient of L over the batch as a whole; the last term is that of parameters which the loss itself has, such as
+    the gradient of L over the batch as a whole; the last term is for parameters which the loss itself has, such as
     a temperature. In memory are the B embeddings, their gradient, and what one microbatch takes.
 
     Source: Gao et al. 2021, arXiv 2101.06983, for one device and a fixed batch.
@@ -62,7 +62,7 @@ def whole_batch(
         targets: function of a microbatch, which returns what the loss needs besides, as labels, by name, (rows, ...)
             each: it gets them of the batch, (B, ...), by name.
         scaler: scales what goes back through `encode`; see `CustomOptimizer.backward`.
-        others: other optimizers of the sampler whose parameters the loss has, too.
+        others: other optimizers of the sampler, if the loss also depends on their parameters.
 
     Returns:
         The loss, 0-D and detached; `optimizer.logged["loss"]` is the same.
@@ -146,7 +146,7 @@ def _check_suits(optimizer: object) -> None:
         found = "lengths=" if batches.packs else "batches that arrive"
         raise value_error(f"{wanted} batches of rows that a plan deals", found, "pass a CustomSampler without lengths=")
     if batches.reproducible:
-        requirement = f"{wanted} all microbatches before the first forward"
+        requirement = f"{wanted} all microbatches before the first forward pass"
         raise value_error(requirement, "reproducible=True, which seeds one after the other", "omit it")
     if optimizer.backend.elastic:
         raise value_error(f"{wanted} ranks that stay", "an elastic backend", "restart from checkpoints instead")

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @final
 class Update(Generic[T]):
-    """This rank's microbatches of one update, read as they are asked for, once; its `len` is their number."""
+    """The microbatches of this rank in one update. Iterate over them once; `len()` returns their number."""
 
     def __init__(self, microbatches: Iterator[T], batch: Batch) -> None:
         self._microbatches, self._batch = microbatches, batch
@@ -24,9 +24,10 @@ class Update(Generic[T]):
 
     @property
     def counts(self) -> Mapping[str, Any]:
-        """What all microbatches of the update count, over all ranks, by name: divide the terms of the loss by it.
+        """The total of each count over all microbatches and ranks, by name: divide the terms of the loss by these.
 
-        They are floats if the parameters are on the CPU, otherwise 0-D tensors on their device; inf in the place of 0.
+        The totals are floats if the parameters are on the CPU, otherwise 0-D tensors on their device. A total of 0 is
+        replaced by inf.
 
         Raises:
             RuntimeError: without `updates(counts=)`.
@@ -51,8 +52,8 @@ class Update(Generic[T]):
 def incomplete_update(update: int) -> RuntimeError:
     """Return the error for a loop that asks for the next update although this one, of this number, is not made."""
     return RuntimeError(
-        f"update {update} is not complete, but the loop asks for the next one; call step() for each microbatch (with "
-        "gradient 0 for a nan loss), discard_step() and begin a new loop, or pass ahead= to read early"
+        f"update {update} is not complete, but the loop asks for the next one; loop over its microbatches and call "
+        "step() for each (with gradient 0 for a nan loss), or discard_step() and begin a new loop"
     )
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.plan.state import NUMBER, check_entries
 from variable_batch_size.optim.noise.estimate import Estimate, Gradient, Number, estimate_from_pair, select
-from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors.arithmetic import local_parts, squared_norm
 
 
 class _Previous(NamedTuple):

@@ -20,6 +20,7 @@ from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.plan.state import NUMBER, check_entries
 from variable_batch_size.optim.noise.estimate import (
@@ -37,7 +38,7 @@ from variable_batch_size.optim.noise.estimate import (
 )
 from variable_batch_size.optim.scaling.scaling import scaling_if
 from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage, UpdateUnderWay
-from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts, scalar_dtype, squared_norm
+from variable_batch_size.optim.tensors.arithmetic import is_narrow, local_parts, squared_norm, zero_unless
 from variable_batch_size.optim.tensors.late import copy_later
 from variable_batch_size.rules import ConstantTimescale, Noise, Rule
 
@@ -170,7 +171,7 @@ class GradientNoise(Stage):
             statistics = statistics._replace(finite=statistics.finite & ~update.skipped)  # a skipped one counts as not
         update.finite = statistics.finite
         if isinstance(update.finite, Tensor):
-            _zero_tensors_unless(update.finite, local_parts(update.gradients))
+            zero_unless(update.finite, local_parts(update.gradients))
         update.asked = replace(update.asked, noise=self._include(statistics, update))
 
     def scale(self, update: UpdateUnderWay) -> None:
@@ -294,45 +295,42 @@ def _averages_and_gain_later(state: NoiseState) -> Callable[[], list[float]]:
 
 _NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not
 
-_FIRST = 50  # updates, all with too few microbatches, after which the user is warned
+_IDLE = 50  # more updates with too few microbatches than with enough, after which the user is warned
 
 
 @final
 class CutWarning:
-    """Warns once if the first updates are cut into too few microbatches: for an estimate, or for all ranks."""
+    """Warns once if most updates are cut into too few microbatches: for an estimate, or for all ranks."""
 
     def __init__(self) -> None:
-        self._updates = self._unmeasured = 0  # too few microbatches so far; of these without any estimate
+        self._excess: int | None = 0  # of updates with too few microbatches over others since it was 0; None: warned
 
     def after_update(self, batch: Batch, ranks: int, *, measured: bool) -> None:
-        """Count an update, and warn once if each of the first `_FIRST` had too few microbatches.
+        """Count an update, and warn once if those with too few microbatches are in excess.
 
         `ranks`: their number. `measured`: whether there was an estimate of the noise, in this update or before.
         """
-        if self._updates < 0:  # -1 ends the counting
+        if self._excess is None:
             return
         too_few = not measured or batch.num_microbatches < ranks
-        self._updates = self._updates + 1 if too_few else -1
-        self._unmeasured += not measured
-        if self._updates < _FIRST:
+        self._excess = self._excess + 1 if too_few else max(0, self._excess - 1)
+        if self._excess < _IDLE:
             return
-        self._updates = -1
+        self._excess = None
         wanted = max(2, ranks)  # microbatches
         rows = math.ceil(batch.batch_size / wanted)  # so that there are no more than wanted: one round
         if math.ceil(batch.batch_size / rows) < wanted:  # as for 5 samples on 4 ranks
             rows = max(1, batch.batch_size // wanted)
         remedy = f"pass minibatch_size={rows} to the sampler"
-        if self._unmeasured == _FIRST:
+        if not measured:
             message = (
-                f"The gradient noise could not be estimated in the first {_FIRST} updates, because each had a single "
+                f"The gradient noise could not be estimated in the first {_IDLE} updates, because each had a single "
                 f"microbatch, and until there is an estimate the gain is at most 1; {remedy}, or "
                 f'noise="differenced" to the optimizer'
             )
         else:
             idle = ranks - batch.num_microbatches
-            message = (
-                f"In each of the first {_FIRST} updates ranks were idle, in the last one {idle} of {ranks}; {remedy}"
-            )
+            message = f"In most updates ranks were idle, in the last one {idle} of {ranks}; {remedy}"
         warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
 
 
@@ -363,7 +361,7 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
     if isinstance(inner, _NOT_PROPORTIONAL_TO_LR):
         raise TypeError(
             f"on {device} a learning rate that depends on the noise needs an optimizer whose change is "
-            f"proportional to it, but that of {type(inner).__name__} is not; use another inner optimizer"
+            f"proportional to it, unlike {type(inner).__name__}; use another inner optimizer"
         )
     narrow_dtypes = {str(parameter.dtype) for parameter in parameters if is_narrow(parameter)}
     if narrow_dtypes:
@@ -377,33 +375,3 @@ def _check_deferred_lr(inner: Optimizer, parameters: Sequence[Tensor], rules: Se
                 f"on {device} the weight decay must not depend on the noise, which the host does not read there, "
                 f"but {rule} makes it depend on it; use the rule without ConstantTimescale"
             )
-
-
-def _zero_tensors_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set tensors to 0, in place, if `finite`, 0-D, is false.
-
-    A GPU starts one kernel for a product of all tensors of a list. Nan times 0 is nan, but the bits of nan, as an
-    integer, times 0 are those of 0.
-    """
-    zeros: dict[torch.dtype, Tensor] = {}
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        bits = _bits_of(tensor)
-        if bits is None:
-            if tensor.dtype not in zeros:
-                zeros[tensor.dtype] = tensor.new_zeros(())
-            tensor.copy_(torch.where(finite, tensor, zeros[tensor.dtype]))
-        else:
-            by_dtype.setdefault(bits.dtype, []).append(bits)
-    for dtype, all_bits in by_dtype.items():
-        torch._foreach_mul_(all_bits, finite.to(dtype))
-
-
-def _bits_of(tensor: Tensor) -> Tensor | None:
-    """Return a view of the numbers of a tensor as integers of the same size; None if there is none."""
-    is_stored_otherwise = tensor.is_conj() or tensor.is_neg()  # until it is read
-    if tensor.device.type in ("xla", "tpu") or is_stored_otherwise:  # graphs have no views of bits
-        return None
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(real.itemsize)
-    return None if dtype is None else real.view(dtype)

@@ -26,7 +26,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.data.dealer import Dealer
 from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Stage, UpdateUnderWay
-from variable_batch_size.optim.tensors.arithmetic import add_to, check_whole, multiply, widen
+from variable_batch_size.optim.tensors.arithmetic import add_to, check_whole, multiply, widen, zero_unless
 from variable_batch_size.optim.tensors.parameters import Gradients
 from variable_batch_size.rules.base import needs_squares
 
@@ -120,10 +120,8 @@ class SecondMoment(Stage):
         multiply(sums, 1 / update.batch.batch_size, self._backend)
         torch._foreach_addcmul_(sums, gradients, gradients, value=-1)
         torch._foreach_clamp_min_(sums, 0)  # by rounding alone it may be negative
-        finite = update.finite
-        if isinstance(finite, Tensor):
-            pairs = self._sums.items()
-            self._sums = {tensor: torch.where(finite, total, torch.zeros_like(total)) for tensor, total in pairs}
+        if isinstance(update.finite, Tensor):
+            zero_unless(update.finite, sums)
 
     def clip(self, factor: Tensor) -> None:
         """Multiply the sums of squares as if the gradient of each microbatch had been clipped by this factor, 0-D."""

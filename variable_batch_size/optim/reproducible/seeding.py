@@ -65,8 +65,8 @@ class Seeding(LoopStage):
             self._check_weights(member)
         if not (self._training.is_handed_out_last(member) and _latest.training() is self._training):
             raise RuntimeError(
-                "reproducible=True seeds before each forward, but step() was called outside of vbs.updates, or after "
-                "a later microbatch was read, as by list(update), or one of another sampler; call step() after each"
+                "reproducible=True seeds before each forward pass, but step() was called outside of vbs.updates, or "
+                "after another microbatch was read, as by list(update); call step() after each"
             )
 
     def end_microbatch(self, *, ends_update: bool) -> None:

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.plan.state import NUMBER, check_entries, check_items
-from variable_batch_size.optim.tensors.arithmetic import local_parts, scalar_dtype
+from variable_batch_size.optim.tensors.arithmetic import local_parts
 from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 
+from variable_batch_size.backend.base import scalar_dtype
 from variable_batch_size.data.batches import Batch
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.checks.backward_check import BackwardCheck
@@ -31,7 +32,7 @@ from variable_batch_size.optim.stage import Counted, MeasuredSquares, Needs, Sta
 from variable_batch_size.optim.sums.overflows import Overflows, Scaled
 from variable_batch_size.optim.sums.ranks import Ranks
 from variable_batch_size.optim.sums.squares import Squares, SquaresOfGrad
-from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts, scalar_dtype
+from variable_batch_size.optim.tensors.arithmetic import collect_gradients, local_parts
 from variable_batch_size.optim.tensors.parameters import Parameters
 
 NOT_DIVIDED = (
@@ -194,19 +195,19 @@ class Sum(ABC):
         get gradients of the loss.
         """
         scaled = scaler is not None and scaler.is_enabled()
-        for total in every:
-            if total._scaled not in (None, scaled):
+        for one in every:
+            if one._scaled not in (None, scaled):
                 raise RuntimeError(
                     "all losses of a step must be scaled, or none, but some have a scaler= and others have not; pass "
                     "it to each backward() of the step, and call discard_step() first"
                 )
-            total._scaled = scaled
+            one._scaled = scaled
         if scaler is not None and scaled:
             scale = self._scale
             if scale is None:
                 scale = self._common_scale(scaler.scale(torch.ones((), device=loss.device)))  # 1 times the scale
-            for total in every:
-                total._scale = scale
+            for one in every:
+                one._scale = scale
         return self._scale
 
     def _common_scale(self, scale: Tensor) -> Tensor:
@@ -316,8 +317,9 @@ class Sum(ABC):
             self._drop_gradients()
         elif any(self._check.find_fresh()):
             raise RuntimeError(
-                "zero_grad() keeps accumulated microbatches, but a backward() has added to them since; pass "
-                "inputs=list(model.parameters()) to that of the other loss, or after an exception call discard_step()"
+                "zero_grad() keeps accumulated microbatches, but a backward() has added to them since; remove it, "
+                "because step() clears, and pass inputs= to another loss's backward(); after an exception "
+                "discard_step()"
             )
 
     # The step. -----------------------------------------------------------------------------------------------------

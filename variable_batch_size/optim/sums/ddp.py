@@ -112,8 +112,8 @@ class DDP(InBackward):
             )
         if self._of_forward != microbatch:
             raise RuntimeError(
-                "a DistributedDataParallel cannot sum, because no forward of it came after the step() before; call it "
-                "(not its .module), then optimizer.backward() and step(), before the forward of the next microbatch"
+                "a DistributedDataParallel cannot sum, because it was not called after the last step(); call it (not "
+                "its .module), then optimizer.backward() and step(), before the next microbatch"
             )
         if self.module.require_backward_grad_sync != microbatch.ends_step:
             raise RuntimeError(
@@ -158,8 +158,8 @@ class DDP(InBackward):
         last_backward_has_begun = before is not None and before.versions != now.versions
         if self._averaged or last_backward_has_begun:
             raise RuntimeError(
-                f"the sums of a DistributedDataParallel must be used on all ranks, but zero_grad() would drop them on "
-                f"this one; {_ELSEWHERE}, and after an exception call discard_step() on all ranks"
+                f"zero_grad() would drop sums of a DistributedDataParallel, which all ranks must use; "
+                f"remove it, or {_ELSEWHERE}; after an exception discard_step() on all ranks"
             )
         super()._clear_uncounted()
 

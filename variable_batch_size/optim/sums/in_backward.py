@@ -43,8 +43,8 @@ class InBackward(Sum):
         """Raise RuntimeError if the graph of the gradients is asked for, which a sum over the ranks does not have."""
         if options.get("create_graph"):
             raise RuntimeError(
-                "create_graph=True needs gradients that stay, but DistributedDataParallel or FSDP2 sums them in "
-                "backward(); omit it, or train the bare model, without model=, after vbs.broadcast_parameters(model)"
+                "create_graph=True does not work with DDP or FSDP2, which sum gradients within backward(); omit it, or "
+                "train the bare model, without model=, after vbs.broadcast_parameters(model)"
             )
 
     @contextmanager

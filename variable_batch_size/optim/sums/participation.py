@@ -22,10 +22,7 @@ from variable_batch_size.optim.stage import FIRST_UPDATE, Stage
 from variable_batch_size.optim.tensors.late import LateReader
 from variable_batch_size.optim.tensors.parameters import Parameters
 
-_REMEDY = (
-    "pass find_unused_parameters=True to the optimizer (with a trainer, in optimizer_options), which then sums all "
-    "gradients and finds out at every update which parameters were used"
-)
+_REMEDY = "pass find_unused_parameters=True to the optimizer"
 
 
 @final
@@ -76,16 +73,18 @@ class Participation(Stage):
         has_no_samples = not any(self._used) and agreement.world.size > 1
         row = "" if has_no_samples else "".join("1" if used else "0" for used in self._used)
         rows = agreement.gather(FIRST_UPDATE, row)
-        first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)  # of each rank with samples
-        for other in others:
-            if other != first:
-                pairs = enumerate(zip(first, other, strict=True))
-                number = next(number for number, (used, used_by_other) in pairs if used != used_by_other)
+        of_ranks = [(rank, row) for rank, row in enumerate(rows) if row]  # with samples
+        first_rank, first = of_ranks[0]
+        for rank, row in of_ranks:
+            if row != first:
+                pairs = enumerate(zip(row, first, strict=True))
+                number = next(number for number, (used, used_by_first) in pairs if used != used_by_first)
+                with_one, without = (rank, first_rank) if row[number] == "1" else (first_rank, rank)
                 raise RuntimeError(
-                    f"the same parameters must have gradients on every rank, but parameter {number}, of shape "
-                    f"{tuple(self.parameters[number].shape)}, has one on some ranks only; {_REMEDY}"
+                    f"all ranks must use the same parameters, but rank {with_one} uses parameter {number}, of shape "
+                    f"{tuple(self.parameters[number].shape)}, and rank {without} does not; {_REMEDY}"
                 )
-        self._members = self._members or first
+        self._members = self._members or tuple(flag == "1" for flag in first)
 
     def select(self) -> tuple[bool, ...]:
         """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
@@ -167,6 +166,6 @@ class Participation(Stage):
             change = self._first_change or "that has changed on another rank"
             self._forget_flags()
             raise RuntimeError(
-                f"the same parameters must have gradients in every update as in the first one, but {change}; "
-                f"{_REMEDY}, or restore the last checkpoint with parameters frozen as they were"
+                f"the same parameters must have gradients in every update, but {change}; {_REMEDY}, "
+                "or restore the last checkpoint"
             )

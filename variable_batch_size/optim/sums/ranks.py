@@ -10,12 +10,13 @@ from torch import OutOfMemoryError, Tensor
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import AbsentRankError
 
-RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
-
 
 def absent_rank_error(error: Exception) -> RuntimeError:
     """Return the error of a rank that has waited for another one in vain; `error`: what torch has raised."""
-    return RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}")
+    return RuntimeError(
+        f"a rank does not take part in the sum of the gradients, and ranks may have made different updates; "
+        f"restart all ranks from the last checkpoint: {error}"
+    )
 
 
 @final
@@ -58,6 +59,6 @@ class Ranks:
         """Raise RuntimeError if a sum was interrupted: what other ranks have of it cannot be taken back."""
         if self.interrupted:
             raise RuntimeError(
-                f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
-                f"they were, {RESTART}, or load a state on every rank"
+                "a step must be discarded before its gradients are summed over the ranks, but an exception came during "
+                "the sum; restart all ranks from the last checkpoint, or load a state on every rank"
             )

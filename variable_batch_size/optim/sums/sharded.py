@@ -297,4 +297,4 @@ class SameForwards:
 
     def _compare(self, name: str) -> None:
         """Wait until all ranks call the forward pass of this part of the model. Raise an error if one does not."""
-        self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE)
+        self._agreement.gather(f"the first forward pass of {name} in a sharded model", "", _PATIENCE)

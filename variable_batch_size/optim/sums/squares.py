@@ -141,8 +141,8 @@ class Squares:
         for number, is_fresh in enumerate(fresh):
             if is_fresh and number not in self._measured:
                 raise RuntimeError(
-                    f"{_EACH}, but that of parameter {number}, of shape {tuple(self.parameters[number].shape)}, was "
-                    f"not seen; call the model as it was passed to the optimizer, and set no gradient by hand"
+                    f"{_EACH}, but none was seen for parameter {number}, of shape "
+                    f"{tuple(self.parameters[number].shape)}; call the model that the optimizer has, and set no .grad"
                 )
         # Parameters whose parts are on the same ranks have their squares summed over these ranks together. Sorted,
         # because all ranks must call the collectives in the same order.

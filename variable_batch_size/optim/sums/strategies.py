@@ -52,7 +52,7 @@ def unwrap(model: Module | None) -> Module | None:
     if any(isinstance(module, FSDPModule) for module in modules) and not isinstance(inner, FSDPModule):
         raise ValueError(
             "the model that is passed as model= must be the root of what is sharded, but fully_shard() was applied to "
-            "parts of it only; apply it to the root, too, after its parts"
+            "parts of it only; also apply it to the root, after its parts"
         )
     return inner
 

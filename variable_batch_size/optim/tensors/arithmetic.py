@@ -12,14 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from variable_batch_size.backend import Backend, xla
+from variable_batch_size.backend.base import scalar_dtype
 
 WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
-
-
-@torch.no_grad()
-def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of 0-D factors and sums for these tensors: float64 if any has 64-bit numbers, else float32."""
-    return torch.float64 if any(torch.finfo(tensor.dtype).bits == 64 for tensor in tensors) else torch.float32
 
 
 def is_narrow(tensor: Tensor) -> bool:
@@ -71,12 +66,42 @@ def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None
     torch._foreach_mul_(parts, factor if isinstance(factor, Tensor) else backend.scalar(factor, parts[0]))
 
 
+def zero_unless(finite: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set tensors to 0, in place, if `finite`, 0-D, is false.
+
+    A GPU starts one kernel for a product of all tensors of a list. Nan times 0 is nan, but the bits of nan, as an
+    integer, times 0 are those of 0.
+    """
+    zeros: dict[torch.dtype, Tensor] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        bits = _bits_of(tensor)
+        if bits is None:
+            if tensor.dtype not in zeros:
+                zeros[tensor.dtype] = tensor.new_zeros(())
+            tensor.copy_(torch.where(finite, tensor, zeros[tensor.dtype]))
+        else:
+            by_dtype.setdefault(bits.dtype, []).append(bits)
+    for dtype, all_bits in by_dtype.items():
+        torch._foreach_mul_(all_bits, finite.to(dtype))
+
+
+def _bits_of(tensor: Tensor) -> Tensor | None:
+    """Return a view of the numbers of a tensor as integers of the same size; None if there is none."""
+    is_stored_otherwise = tensor.is_conj() or tensor.is_neg()  # until it is read
+    if tensor.device.type in ("xla", "tpu") or is_stored_otherwise:  # graphs have no views of bits
+        return None
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(real.itemsize)
+    return None if dtype is None else real.view(dtype)
+
+
 def check_dense(parameters: Sequence[Tensor]) -> None:
     """Raise TypeError if the gradient of a parameter is sparse, as of an embedding with sparse=True."""
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise TypeError(
-                f"gradients must be dense, but that of parameter {number}, of shape {tuple(parameter.shape)}, has "
+                f"the gradient of parameter {number}, of shape {tuple(parameter.shape)}, must be dense, but has "
                 f"layout {parameter.grad.layout}; build the layer with sparse=False"
             )
 
