@@ -46,6 +46,19 @@ def test_options_of_the_formats_are_passed_on(tmp_path):
     assert run_json("capacity", "show", path, "--format", "skypilot")["mean"] == 1.5
 
 
+def test_times_that_get_another_unit_are_not_warned_of(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("seconds,nodes\n" + "".join(f"{0.48 * row:.2f},{row % 3}\n" for row in range(180)))
+    assert "if they are, pass --scale-time 3600" in run_main("capacity", "show", path)[2]
+    for command in (("show",), ("convert", "--out", tmp_path / "trace.csv")):
+        assert run_main("capacity", command[0], path, *command[1:], "--scale-time", 3600)[2] == ""
+
+
+def test_a_part_is_shown_with_other_units_of_time():
+    facts = run_json("capacity", "show", LOG, "--stop", "1d", "--scale-time", 3600)
+    assert (facts["seconds"], facts["mean"]) == (3600 * 86_400, cluster.read(LOG).slice(0, 86_400).mean)
+
+
 @pytest.mark.parametrize(
     ("policy", "controller"), [("per-device:16", PerDevice(16)), ("constant:128", ConstantBatch(128))]
 )

@@ -28,7 +28,10 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch):
     for block in blocks(DOCS / "capacity.md", "python"):
         if "vbs.updates" not in block:  # trains with the objects of the quick start, as the page does when it is run
             exec(block, names)
-    assert {"day", "own", "trace", "replayed", "measured", "same"} <= set(names)
+    assert {"day", "own", "trace", "replayed", "measured"} <= set(names)
+    spot, on_demand = names["run"].summary, names["same"].summary  # of the same progress, at the same speed
+    assert on_demand["progress"] == pytest.approx(spot["progress"], rel=1e-3)
+    assert on_demand["cost"] / spot["cost"] == pytest.approx(3 / 0.9, rel=0.1)  # the prices
 
 
 @pytest.mark.nightly("trains")

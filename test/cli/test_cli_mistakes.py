@@ -91,7 +91,7 @@ MISTAKES = [
     (("capacity", "show", LOG, "--format", "aws"), 1, 'format must be "csv", "skypilot"'),
     ((*CONVERT, "--policy", "norm-test:1"), 2, "--policy must need no gradient noise, got norm-test:1; .* vbs simulat"),
     ((*CONVERT, "--policy", "constant:3"), 2, "--policy needs the time of an update, got none; "),
-    ((*CONVERT, "--max-updates", 5), 2, "--policy must be given with the options of a training, got none; pass it, or"),
+    ((*CONVERT, "--max-updates", 5), 2, "--policy must be given with the options of a run, got none; pass it, or"),
     ((*CONVERT, "--communication-seconds", 5), 2, "--communication-seconds needs the rate of a"),
     ((*CONVERT, "--start", 200000), 1, "start must be < stop, within the 172800.0 seconds of"),
     (("capacity", "fetch", "--out", "x.csv"), 2, "--out needs the name of a public trace, got none; pass one of"),

@@ -27,7 +27,7 @@ def test_trains_each_cell_once(tmp_path):
     arguments += ["--rule", "linear", "--samples-per-second", 10, "--price", 2, "--folder", tmp_path / "runs"]
     arguments += ["--name", "growing", "--name", "a cloud", "--seeds", 2, "--lr-factor", 2, "--baseline", "root"]
     status, out, _ = run_main(*arguments, "--dry-run")
-    assert (status, out) == (0, f"{tmp_path / 'runs'}: 22 trainings, 22 to make, of 5,280 samples in all\n")
+    assert (status, out) == (0, f"{tmp_path / 'runs'}: 22 runs, 22 to make, of 5,280 samples in all\n")
     assert not (tmp_path / "runs").exists()
     status, out, err = run_main(*arguments)
     assert status == 0, err
@@ -40,7 +40,7 @@ def test_trains_each_cell_once(tmp_path):
     assert all(curve["seconds"] and curve["cost"] for curve in rows["curve"])
     assert [plan.keys for plan in found.plans] == [tuple(rows["key"])]
     assert found.plans[0].command.startswith(f"vbs evaluate {TINY} --trace '0:8 10:32' --trace per")
-    assert run_main(*arguments, "--dry-run")[1].endswith("22 trainings, 0 to make, of 0 samples in all\n")
+    assert run_main(*arguments, "--dry-run")[1].endswith("22 runs, 0 to make, of 0 samples in all\n")
     written = (tmp_path / "runs" / NAME).read_bytes()
     assert run_main(*arguments)[0] == 0
     assert (tmp_path / "runs" / NAME).read_bytes() == written
@@ -62,9 +62,9 @@ def test_goes_on_from_a_checkpoint(tmp_path):
     rest = ["--trace", "0:8 9:16", *BOTH, "--from", tmp_path / "start"]
     found = error_of("evaluate", TINY, *rest)
     assert found[0] == 1
-    assert found[1].startswith("trainings can go on from a checkpoint with model, optimizer, scheduler, a Progress")
+    assert found[1].startswith("runs can continue from a checkpoint with model, optimizer, scheduler, a Progress")
     done = run_main("evaluate", f"{TASKS}NoSchedule", *rest, "--dry-run")
-    assert done[1] == "evaluation: 25 trainings, 25 to make, of 6,000 samples in all\n", done
+    assert done[1] == "evaluation: 25 runs, 25 to make, of 6,000 samples in all\n", done
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch):
         status, out, err = run_main(*small(shlex.split(line)[1:]))
         assert status == 0, err
         outputs.append(out)
-    assert [out for out in outputs if out.startswith("report: runs/small/report.html (95 of 95 trainings)")]
+    assert [out for out in outputs if out.startswith("report: runs/small/report.html (95 of 95 runs)")]
     told = [out for out in outputs if "lost beside the reference: " in out]
     assert {"runs/small", "runs/warmup"} <= {out.split("/report.html")[0].removeprefix("report: ") for out in told}
     for name in (

@@ -131,7 +131,7 @@ DURATIONS = {
         *("--mean-up", "--mean-down", "--duration", "--bulk-every", "--communication-seconds"),
     ],
     "capacity convert": ["--start", "--stop", "--max-gap", "--resample", "--communication-seconds"],
-    "capacity show": ["--max-gap"],
+    "capacity show": ["--start", "--stop", "--max-gap"],
     "capacity synthetic": ["--mean-up", "--mean-down", "--duration", "--bulk-every"],
     "plan": ["--communication-seconds"],
     "evaluate": ["--restart", "--save", "--save-every", "--notice", "--grow-every", "--communication-seconds"],

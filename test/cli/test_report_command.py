@@ -49,14 +49,14 @@ def test_a_killed_evaluation_has_a_report_and_continues(tmp_path):
     there = lines(tmp_path)
     assert 2 <= there < 14
     status, out, err = run_main("report", tmp_path)
-    assert (status, out.splitlines()[0]) == (0, f"report: {tmp_path / 'report.html'} ({there} of 14 trainings)"), err
+    assert (status, out.splitlines()[0]) == (0, f"report: {tmp_path / 'report.html'} ({there} of 14 runs)"), err
     page = (tmp_path / "report.html").read_text()
-    assert f"{14 - there} trainings of the plan have not ended: nothing is claimed yet." in page
+    assert f"{14 - there} runs of the plan have not ended: nothing is claimed yet." in page
     assert f"<code>vbs evaluate {TINY} --trace 8" in page
     status, out, err = run_main(*arguments)
     assert status == 0, err
     assert f"{there}/14" in err  # where the bar begins
-    assert f"report: {tmp_path / 'report.html'} (14 of 14 trainings)\n" in out
+    assert f"report: {tmp_path / 'report.html'} (14 of 14 runs)\n" in out
     assert "nothing is claimed yet" not in (tmp_path / "report.html").read_text()
     assert len(read(tmp_path).plans) == 1
 
@@ -65,10 +65,10 @@ def test_which_rule_to_use_is_printed(tmp_path, done, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run_main("report", done, "--output", tmp_path)
     first, empty, task, *lines = out.splitlines()
-    assert (first, empty, task) == (f"report: {tmp_path / 'report.html'} (14 of 14 trainings)", "", TINY)
+    assert (first, empty, task) == (f"report: {tmp_path / 'report.html'} (14 of 14 runs)", "", TINY)
     assert max(map(len, lines)) <= 60
     text = " ".join(" ".join(lines).split())
-    assert text.startswith("The reference is tuned: at batch size 8 and learning rate 0.05, no other rate")
+    assert text.startswith("Whether the reference is tuned is not decided: at batch size 8 and learning rate 0.05,")
     assert "= the batch size is constant: a rule is a learning rate here" in text
     assert (tmp_path / "report.csv").exists()
 
@@ -85,9 +85,9 @@ def test_a_wrong_argument_is_one_line(tmp_path, done):
         nothing = f"an evaluation must be a folder with {NAME}, got '{tmp_path / name}'"
         assert error_of("report", tmp_path / name) == (1, f"{nothing}; pass the --folder of vbs evaluate, or its file")
     (tmp_path / "a.csv.gz").touch()
-    assert error_of("report", tmp_path / "a.csv.gz")[1].startswith(f"{tmp_path / 'a.csv.gz'} must be a table of train")
+    assert error_of("report", tmp_path / "a.csv.gz")[1].startswith(f"{tmp_path / 'a.csv.gz'} must be a table of runs")
     (tmp_path / NAME).touch()
-    assert error_of("report", tmp_path)[1].startswith(f"{tmp_path} must hold a training that has ended, got none; run")
+    assert error_of("report", tmp_path)[1].startswith(f"{tmp_path} must hold a run that has ended, got none; run")
     used = f"{tmp_path / 'a.csv.gz'}: File exists; pass a path that can be used"
     assert error_of("report", done, "--output", tmp_path / "a.csv.gz") == (1, used)
     assert error_of("report", done, "--metric", "los")[1].startswith('metric must be "loss" or "accuracy", got')
@@ -103,4 +103,4 @@ def test_a_command_shows_what_a_wider_one_says_whose_trainings_it_asks_for(tmp_p
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     status, out, err = run_main("evaluate", TINY, "--trace", "8", *BOTH, "--seeds", "1", "--folder", tmp_path)
     assert status == 0, err
-    assert out.splitlines()[0] == f"report: {tmp_path / 'report.html'} (14 of 14 trainings)"
+    assert out.splitlines()[0] == f"report: {tmp_path / 'report.html'} (14 of 14 runs)"

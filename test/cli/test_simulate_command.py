@@ -290,7 +290,7 @@ def test_noise_chooses_the_rule(tmp_path):
     command = ["simulate", LOG, *RATE, *COSTS, *policy_flags(NAMES)]
     assert run_json(*command, "--noise", noise) == run_json(*command, "--noise", noise, "--rule", "adascale")
     assert run_json(*command) == run_json(*command, "--rule", "linear")
-    said = "Progress by the rule linear, whatever the noise; --noise FILE takes AdaScale's gain.\n"
+    said = "Progress is counted by the rule linear. For AdaScale's gain, pass --noise FILE.\n"
     assert run_main(*command)[2] == said
     assert run_main(*command, "--noise", noise)[2] == ""
     short = tmp_path / "scalars.csv"

@@ -14,7 +14,7 @@ from variable_batch_size.cli.options import option
 app = typer.Typer(
     name="vbs",
     cls=Commands,
-    help="Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations.",
+    help="Training whose global batch size changes: traces of clusters and batches, simulations, evaluations.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, option("Print the version and exit.", "--version", is_eager=True)] = False) -> None:
-    """Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations."""
+    """Training whose global batch size changes: traces of clusters and batches, simulations, evaluations."""
     if show:
         typer.echo(importlib.import_module("variable_batch_size").__version__)
         raise typer.Exit

@@ -26,7 +26,14 @@ app = typer.Typer(
 
 @app.command()
 @command
-def show(*, log: options.LogPath, reading: options.Reading, json: output.Json = False, png: options.Png = None) -> None:
+def show(
+    *,
+    log: options.LogPath,
+    reading: options.Reading,
+    window: options.Window,
+    json: output.Json = False,
+    png: options.Png = None,
+) -> None:
     """Show the duration, nodes and changes of a capacity trace.
 
     Examples:
@@ -34,7 +41,7 @@ def show(*, log: options.LogPath, reading: options.Reading, json: output.Json = 
     - `vbs capacity show traces/spot_example.json`
     - `vbs capacity show spot.json --png spot.png`
     """
-    capacity = reading.read(log)
+    capacity = window.cut(reading.read(log, scaled=window.scale_time != 1))
     nodes = capacity.nodes
     facts = _capacity_facts(capacity)
     if json:
@@ -74,7 +81,7 @@ def convert(
     resample: Annotated[float | None, options.duration_option("Read the nodes only once in this time.")] = None,
     reading: options.Reading,
 ) -> None:
-    """Write the batch trace of a training under a capacity trace or, without --policy, the capacity as seconds,nodes.
+    """Write the batch trace of a run under a capacity trace or, without --policy, the capacity as seconds,nodes.
 
     It is the training that no change interrupts: an update begins when the one before has ended, with the devices of
     that time. It takes the rows of the busiest device / samples-per-second, plus the seconds of the communication.
@@ -84,12 +91,12 @@ def convert(
     - `vbs capacity convert spot.json --policy per-device:64 --samples-per-second 500 --out trace.csv`
     - `vbs capacity convert spot.json --max-nodes 8 --out capacity.csv`
     """
-    capacity = window.cut(reading.read(log), resample).devices(devices_per_node)
+    capacity = window.cut(reading.read(log, scaled=window.scale_time != 1), resample).devices(devices_per_node)
     model = time.throughput()
     if policy is None:
         if model is not None or microbatch is not None or max_updates is not None:
             remedy = "pass it, or leave them out"
-            raise UsageError(f"--policy must be given with the options of a training, got none; {remedy}")
+            raise UsageError(f"--policy must be given with the options of a run, got none; {remedy}")
         output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.format_duration(capacity.end)}")
         return
     controller = options.read_policy(policy)

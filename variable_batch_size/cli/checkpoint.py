@@ -16,21 +16,21 @@ from variable_batch_size.cli.options import option
 if TYPE_CHECKING:
     from variable_batch_size.checkpoint.folder import Folder
 
-_REQUIREMENT = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
+_REQUIREMENT = "FOLDER must be the folder of a run with checkpoints, or a checkpoint"
 _RATE_STATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
 
 app = typer.Typer(cls=Commands, help="Checkpoints: what they hold, and whether they are intact.", no_args_is_help=True)
 
 Source = Annotated[
     str,
-    typer.Argument(help="Folder or URL of a training, or a checkpoint in it.", metavar="FOLDER", show_default=False),
+    typer.Argument(help="Folder or URL of a run, or a checkpoint in it.", metavar="FOLDER", show_default=False),
 ]
 
 
 @app.command()
 @command
 def show(folder: Source, json: output.Json = False) -> None:
-    """List the checkpoints of a training, or the states that one of them holds, with the hash of its weights.
+    """List the checkpoints of a run, or the states that one of them holds, with the hash of its weights.
 
     A list compares the sizes of files; `verify` reads them.
 
@@ -200,9 +200,9 @@ def to_safetensors(
 @command
 def from_torch(
     file: Annotated[Path, typer.Argument(help="A dict of state dicts.", metavar="FILE", show_default=False)],
-    folder: Annotated[str, typer.Argument(help="Folder or URL of a training.", metavar="FOLDER", show_default=False)],
+    folder: Annotated[str, typer.Argument(help="Folder or URL of a run.", metavar="FOLDER", show_default=False)],
 ) -> None:
-    """Write a checkpoint from which a training begins, from `torch.save({"model": ..., "optimizer": ...}, file)`.
+    """Write a checkpoint from which a run starts, from `torch.save({"model": ..., "optimizer": ...}, file)`.
 
     `restore(strict=False)` loads it.
 
@@ -215,7 +215,7 @@ def from_torch(
 
 @command
 def goodput(folder: Source, json: output.Json = False) -> None:
-    """Print for how long a training made updates that count, made lost ones again, saved, restored, or was down.
+    """Print for how long a run made updates that count, repeated lost ones, saved, restored, or was down.
 
     Beside them, what `vbs simulate` needs for `--restart` and `--save`.
 

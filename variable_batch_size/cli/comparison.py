@@ -115,7 +115,7 @@ def collect_remarks(
         remarks.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
     if curve is None and several:
         rule = arguments["rule"]
-        remarks.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
+        remarks.append(f"Progress is counted by the rule {rule}. For AdaScale's gain, pass --noise FILE.")
     return remarks
 
 

@@ -1,4 +1,4 @@
-"""`vbs evaluate`: which rule, under which trace? Trainings of tasks, and a report."""
+"""`vbs evaluate`: train tasks with several rules and traces, and write a report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def evaluate(
         option("What the report calls the traces: once for each.", "--name", metavar="NAME", show_default=False),
     ] = None,
     folder: Annotated[
-        Path, option("Folder of the trainings; what is there is not trained again.", "--folder", "-f", metavar="FOLDER")
+        Path, option("Folder of the runs; runs that it contains are not repeated.", "--folder", "-f", metavar="FOLDER")
     ] = Path("evaluation"),
     seeds: Annotated[int, count_option("Number of seeds, 0, 1, ...", metavar="SEEDS")] = 5,
     baseline: Annotated[str, option("Rule against which the others are judged.", metavar="RULE")] = "constant",
@@ -72,7 +72,7 @@ def evaluate(
     start: Annotated[
         Path | None,
         option(
-            "Folder of a vbs.Checkpoint of the task, from which all trainings go on.",
+            "Folder of a vbs.Checkpoint of the task, from which all runs continue.",
             "--from",
             metavar="FOLDER",
             show_default=False,
@@ -81,13 +81,13 @@ def evaluate(
     end: Annotated[
         list[str] | None,
         list_option(
-            "What trainings that are compared have alike: samples, progress, progress:UPDATES, seconds:SECONDS or "
+            "What is equal in runs that are compared: samples, progress, progress:UPDATES, seconds:SECONDS or "
             "cost:PRICE; several are compared apart.",
             metavar="ENDS",
             show_default="samples",
         ),
     ] = None,
-    samples: Annotated[int | None, count_option("Samples of a training.", metavar="SAMPLES", **options.of_task)] = None,
+    samples: Annotated[int | None, count_option("Samples of a run.", metavar="SAMPLES", **options.of_task)] = None,
     of_task: options.OfTask,
     between: Annotated[
         int | None, count_option("Samples between two evaluations.", metavar="SAMPLES", **options.of_task)
@@ -118,12 +118,12 @@ def evaluate(
     jobs: Annotated[
         int | None,
         machine_option(
-            "Trainings at the same time.", "--jobs", "-j", min=1, metavar="JOBS", show_default="1, or the CPUs of Ray"
+            "Runs at the same time.", "--jobs", "-j", min=1, metavar="JOBS", show_default="1, or the CPUs of Ray"
         ),
     ] = None,
-    threads: Annotated[int, machine_option("Threads of a training.", min=1, metavar="THREADS")] = 1,
+    threads: Annotated[int, machine_option("Threads of a run.", min=1, metavar="THREADS")] = 1,
     engine: Annotated[
-        EngineName, machine_option("What distributes the trainings.", metavar="|".join(get_args(EngineName)))
+        EngineName, machine_option("What distributes the runs.", metavar="|".join(get_args(EngineName)))
     ] = "joblib",
     address: Annotated[
         str | None,
@@ -133,7 +133,7 @@ def evaluate(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, option("Print the number of trainings, and check them, without training.", "--dry-run")
+        bool, option("Print the number of runs, and check them, without training.", "--dry-run")
     ] = False,
 ) -> None:
     """Train tasks under traces, with rules and seeds, and write a report: which rule loses least?
@@ -196,7 +196,7 @@ def evaluate(
             )
         except KeyboardInterrupt:
             done = len({cell.key for cell in cells}) - len(cells_without_line(cells, folder))
-            typer.echo(f"\nvbs: interrupted after {done:,} of {len(cells):,} trainings", err=True)
+            typer.echo(f"\nvbs: interrupted after {done:,} of {len(cells):,} runs", err=True)
             typer.echo(f"to continue: {command}", err=True)
             raise typer.Exit(130) from None
         report.publish(folder, baseline=baseline)
@@ -214,7 +214,7 @@ def _check_without_training(cells: list[Cell], folder: Path) -> None:
     check_cells(cells_left)
     max_samples = sum(cell.timed.end.max_samples(cell.samples) for cell in cells_left)
     up_to = "up to " if any(cell.end != "samples" for cell in cells_left) else ""
-    count = f"{len(cells):,} trainings, {len(cells_left):,} to make"
+    count = f"{len(cells):,} runs, {len(cells_left):,} to make"
     typer.echo(f"{folder}: {count}, of {up_to}{max_samples:,} samples in all")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -17,7 +18,7 @@ from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cli.command import UsageError, usage
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.lab.cluster.reading import READERS, read
+from variable_batch_size.lab.cluster.reading import READERS, UnitWarning, read
 from variable_batch_size.lab.cluster.synthesis import synthetic
 from variable_batch_size.lab.simulation import Overheads
 from variable_batch_size.trace.schedule import Unit, parse_count
@@ -212,7 +213,7 @@ Bounds = Annotated[
 ]
 NoiseFile = Annotated[
     Path | None,
-    option("scalars.csv of a training that measured the gradient noise, for policies and rules.", metavar="FILE"),
+    option("scalars.csv of a run that measured the gradient noise, for policies and rules.", metavar="FILE"),
 ]
 
 
@@ -241,10 +242,16 @@ class Reading:
     time_column: Annotated[str, option("Column of the times in a CSV file.", metavar="NAME")] = ""
     nodes_column: Annotated[str, option("Column of the nodes in a CSV file.", metavar="NAME")] = ""
 
-    def read(self, path: Path) -> CapacityTrace:
-        """Read the capacity trace of a log, where the path "-" is standard input."""
+    def read(self, path: Path, *, scaled: bool) -> CapacityTrace:
+        """Read the capacity trace of a log, where the path "-" is standard input.
+
+        `scaled`: whether its times get another unit, so that no warning has to ask for it.
+        """
         options = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
-        capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **options)
+        with warnings.catch_warnings():
+            if scaled:
+                warnings.simplefilter("ignore", UnitWarning)
+            capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **options)
         return capacity.machines(self.cores_per_node)
 
 
@@ -252,8 +259,8 @@ class Reading:
 class Window:
     """Which part of a capacity trace is used, and how."""
 
-    start: Annotated[float, duration_option("Begin at this time of the log.")] = 0.0
-    stop: Annotated[float | None, duration_option("End at this time of the log.")] = None
+    start: Annotated[float, duration_option("Begin at this time of the log, before --scale-time.")] = 0.0
+    stop: Annotated[float | None, duration_option("End at this time of the log, before --scale-time.")] = None
     min_nodes: Annotated[int, count_option("Raise smaller numbers of nodes to this one.", least=0, metavar="NODES")] = 0
     max_nodes: Annotated[
         int | None, count_option("Reduce larger numbers of nodes to this one.", least=0, metavar="NODES")
@@ -261,7 +268,7 @@ class Window:
     scale_time: Annotated[
         float,
         option(
-            "Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.",
+            "Multiply all times of the capacity trace, and of overheads: 0.001 makes 1.44 minutes of a day.",
             callback=check_positive_option,
             metavar="FACTOR",
         ),

@@ -68,7 +68,7 @@ def plan(
     time: UpdateTime,
     json: output.Json = False,
 ) -> None:
-    """Print what a training will do: its epochs and updates, and what each world computes.
+    """Print what a run will do: its epochs and updates, and what any number of ranks computes.
 
     Of an update, "rounds" are the microbatches of the busiest rank, "idle ranks" have none of their own (mean), "busy"
     is the share of the ranks' microbatches that is not waiting, and "repeated rows" are computed beyond the samples.

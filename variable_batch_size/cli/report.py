@@ -1,4 +1,4 @@
-"""`vbs report`: what the trainings that are there say, also while others run."""
+"""`vbs report`: write the report of the runs that have ended, also while others are training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from variable_batch_size.lab.evaluation.metric import Mode
 if TYPE_CHECKING:
     from variable_batch_size.lab.evaluation.judgement import Judgement
 
-Parquet = Annotated[bool, option("Write the table of trainings as a Parquet file, instead of CSV.", "--parquet")]
+Parquet = Annotated[bool, option("Write the table of runs as a Parquet file, instead of CSV.", "--parquet")]
 
 
 @command
@@ -28,9 +28,7 @@ def report(
             help="Folder of vbs evaluate, or its file, also compressed.", metavar="FOLDER", show_default=False
         ),
     ],
-    metric: Annotated[
-        str, option("What the rules are compared by, at the end of trainings.", metavar="METRIC")
-    ] = "loss",
+    metric: Annotated[str, option("What the rules are compared by, at the end of runs.", metavar="METRIC")] = "loss",
     baseline: Annotated[
         str | None,
         option("Rule with which the others are compared.", metavar="RULE", show_default="constant, or the first one"),
@@ -81,13 +79,13 @@ def publish(
 
     evaluation = read(place)
     if evaluation.trainings.empty:
-        raise value_error(f"{place} must hold a training that has ended", "none", "run vbs evaluate first")
+        raise value_error(f"{place} must hold a run that has ended", "none", "run vbs evaluate first")
     judgements = judge(evaluation, metric, baseline, mode)
     folder = output or str(place).removesuffix(".gz").removesuffix(".csv").removesuffix(".jsonl")
     page = write_report(evaluation, judgements, folder, parquet)
     ended = sum(len(judgement.trainings) for judgement in judgements)
     waiting = judgements[0].waiting
-    typer.echo(f"report: {page} ({ended:,} of {ended + waiting:,} trainings)")
+    typer.echo(f"report: {page} ({ended:,} of {ended + waiting:,} runs)")
     for judgement in judgements:
         _print_judgement(judgement)
 

@@ -58,7 +58,7 @@ def simulate(
     time: options.UpdateTime,
     throughput: Annotated[
         Path | None,
-        option("scalars.csv of a training, whose seconds of updates take the place of these two.", metavar="FILE"),
+        option("scalars.csv of a run, whose measured seconds of updates replace these two.", metavar="FILE"),
     ] = None,
     rule: Annotated[
         str | None,
@@ -98,7 +98,7 @@ def simulate(
     ] = None,
     png: options.Png = None,
 ) -> None:
-    """Simulate a training under capacity traces: time, cost and progress of each policy.
+    """Simulate a run under capacity traces: time, cost and progress of each policy.
 
     The time of an update is that of --samples-per-second and --communication-seconds or, with --throughput, that of a
     training. With any of the overheads, nodes that leave interrupt the training, which restarts from its last
@@ -117,7 +117,8 @@ def simulate(
     - `vbs simulate --nodes 16 --mean-up 7200 --mean-down 900 --duration 86400 --seeds 20 --policy per-device:64
       --policy constant:1024 --samples-per-second 150 --ref-batchsize 256 --restart 90`
     """
-    traces = {name: window.cut(trace) for name, trace in _read_traces(logs or [], reading, machines, seeds).items()}
+    capacities = _read_traces(logs or [], reading, machines, seeds, scaled=window.scale_time != 1)
+    traces = {name: window.cut(trace) for name, trace in capacities.items()}
     policies = {name: options.read_policy(name) for name in policy}
     runs = {
         f"{name}{label}": (controller, overheads)
@@ -157,7 +158,7 @@ def simulate(
 
 
 def _read_traces(
-    logs: list[Path], reading: options.Reading, machines: options.Machines, seeds: int | None
+    logs: list[Path], reading: options.Reading, machines: options.Machines, seeds: int | None, *, scaled: bool
 ) -> dict[str, CapacityTrace]:
     """Return the capacity traces to simulate by name: those of files by their paths, random ones by their seeds."""
     if not logs and reading != options.Reading():
@@ -166,7 +167,7 @@ def _read_traces(
     repeated = [str(path) for path, count in Counter(logs).items() if count > 1]
     if repeated:
         raise UsageError(f"LOG must be given once for each file, got {repeated[0]} twice; remove one")
-    traces = {str(path): reading.read(path) for path in logs}
+    traces = {str(path): reading.read(path, scaled=scaled) for path in logs}
     if seeds is not None or machines != options.Machines():
         traces |= {f"seed {seed}": machines.trace(seed) for seed in range(SEEDS if seeds is None else seeds)}
     if not traces:
@@ -206,7 +207,7 @@ def _choose_rule(name: str | None, noise: Path | None, policies: Mapping[str, Co
     readers = [f"--rule {name}"] if needs_noise(rule) else []
     readers += [f"--policy {policy}" for policy, controller in policies.items() if needs_noise(controller)]
     if noise is None and readers:
-        remedy = "pass --noise FILE, the scalars.csv of a training that measured it"
+        remedy = "pass --noise FILE, the scalars.csv of a run that measured it"
         raise UsageError(f"{readers[0]} needs the gradient noise, got no --noise; {remedy}")
     if noise is not None and not readers:
         raise UsageError(f"--noise is for a rule that reads the noise, got --rule {name}; pass --rule adascale")

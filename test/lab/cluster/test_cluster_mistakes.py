@@ -36,7 +36,7 @@ ARGUMENTS = [
     Mistake(lambda: TRACE.at(20.5), ValueError, r"^seconds must be in \[0, 20.0\], got 20.5; pass times within the tr"),
     Mistake(lambda: TRACE.at([0, -1]), ValueError, r"^seconds must be in \[0, 20.0\], got -1.0; pass"),
     Mistake(lambda: TRACE.slice(20), ValueError, "^start must be < stop, within the 20.0 seconds of the trace, got st"),
-    Mistake(lambda: TRACE.clip(5, 4), ValueError, "^max must be an integer >= 5, got 4"),
+    Mistake(lambda: TRACE.clip(5, 4), ValueError, "least number of nodes must be <= the largest, got 5 and 4"),
     Mistake(lambda: TRACE.machines(0), ValueError, "^devices must be an integer >= 1, got 0"),
     Mistake(lambda: TRACE.devices(0), ValueError, "^per_node must be an integer >= 1, got 0"),
     Mistake(lambda: TRACE.resampled(0), ValueError, "^every must be > 0, got 0; pass seconds$"),

@@ -83,7 +83,7 @@ def test_another_source_of_the_task_is_told(tmp_path):
     path = tmp_path / NAME
     source = task_facts(TINY, "{}", None)["source of the task"]
     path.write_text(path.read_text().replace(source, "0" * 16))
-    with pytest.warns(UserWarning, match=r"the source of the task .* has changed since the training .*; if trainings"):
+    with pytest.warns(UserWarning, match=r"the source of the task .* has changed since the training .*; if this"):
         trained(experiment(), tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_says_how_to_go_on(jobs, tmp_path):
     assert process.returncode == 130
     interrupted, how = err.splitlines()[-2:]
     assert interrupted.startswith("vbs: interrupted after ")
-    assert interrupted.endswith(" of 200 trainings")
+    assert interrupted.endswith(" of 200 runs")
     assert how.startswith("to continue: vbs evaluate")
     assert "Traceback" not in err
     assert 3 <= len(read(tmp_path / "runs").trainings) < 200

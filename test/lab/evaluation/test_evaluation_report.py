@@ -90,9 +90,9 @@ def test_what_is_worse_and_what_is_the_same():
     first, worse, same = said(trainings(rows))[RAMP]
     assert first == "= constant: no other rule is better"
     assert re.match(r"\u25bc root: worse than constant by 0\.1\d+ \(0\.\d+ to 0\.\d+\)$", worse)
-    assert same == "= linear: the same trainings as constant, bit for bit"
+    assert same == "= linear: the same runs as constant, bit for bit"
     del rows[RAMP, "root"]
-    assert said(trainings(rows))[RAMP] == ["= all rules have the same trainings, bit for bit: use constant"]
+    assert said(trainings(rows))[RAMP] == ["= all rules have the same runs, bit for bit: use constant"]
     del rows[RAMP, "linear"]
     assert said(trainings(rows))[RAMP] == ["= constant is the only rule"]
 
@@ -100,7 +100,7 @@ def test_what_is_worse_and_what_is_the_same():
 @pytest.mark.parametrize(
     ("constant", "root", "expected"),
     [
-        ([NAN] * 3, [NAN] * 3, ["\u2715 nothing trains under this trace: all trainings failed"]),
+        ([NAN] * 3, [NAN] * 3, ["\u2715 nothing trains under this trace: all runs failed"]),
         (
             [NAN] * 3 + [0.5],
             noise(0.5, 0, 4),
@@ -134,7 +134,7 @@ def test_a_difference_that_another_rate_may_bring_says_so():
 def test_rules_that_fail_more_often_are_said_to():
     rows = {(RAMP, "constant"): noise(0.5, 0, 10), (RAMP, "linear"): [NAN] * 8 + noise(0.5, 1, 2)}
     (judgement,) = judged(trainings(rows))[1]
-    text = "\u25bc linear fails more often than constant: 8 of 10 against 0 of 10 trainings under all traces"
+    text = "\u25bc linear fails more often than constant: 8 of 10 against 0 of 10 runs under all traces"
     assert [*map(str, describe_failures(judgement))] == [text]
 
 
@@ -209,11 +209,11 @@ def test_notes_name_what_is_missing():
         EvaluationPlan("b", (*rows["key"], "0" * 16)),
     )
     text = unescape(Page(render(*judged(rows, first, second))).text)
-    assert "1 trainings of the plan have not ended: nothing is claimed yet." in text
+    assert "1 runs of the plan have not ended: nothing is claimed yet." in text
     assert "An earlier plan judged the seeds 0 and 1: they are left out here" in text
     assert "Killed, and in no number: constant at 0.5x under the reference, seed 4; " in text
-    assert "All trainings start at runs/a, after 64 updates: what is claimed holds for this checkpoint." in text
-    assert "The trainings are of 2 versions of the file of the task; give it another version." in text
+    assert "All runs start at runs/a, after 64 updates: what is claimed holds for this checkpoint." in text
+    assert "The runs have 2 versions of the file of the task; give it another version." in text
     assert "\u25b2root" not in text
 
 
@@ -222,8 +222,8 @@ def test_notes_name_what_is_missing():
     [
         ({(REFERENCE, "constant"): [0.4, 0.41]}, None),
         ({(RAMP, "constant", 2.0): [0.4, 0.41]}, None),
-        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [None, None]}, "? no training of constant ended under"),
-        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [0.4, 0.41]}, "? no training of constant ended under"),
+        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [None, None]}, "? no run of constant ended under"),
+        ({(RAMP, "constant"): [None, None], (RAMP, "root"): [0.4, 0.41]}, "? no run of constant ended under"),
         ({(RAMP, "constant"): [0.4, NAN], (RAMP, "root"): [NAN, NAN]}, "= constant: no other rule is better"),
     ],
 )

@@ -105,7 +105,7 @@ def _open(folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", r"jsonl:1 must be a line of an evaluation, got .*neither a plan.*; delete the line, whose training"),
+        ("{}", r"jsonl:1 must be a line of an evaluation, got .*neither a plan.*; delete the line; its run is"),
         ('{"key": "a', r"jsonl:1 must be a line of an evaluation"),
         ("3", r"jsonl:1 must be a line of an evaluation"),
         ('{"format": 7, "command": "", "keys": []}', r"jsonl:1 must be of format 2, got .*format 7"),
@@ -148,5 +148,5 @@ def test_tables_of_before_are_read(name):
 @pytest.mark.parametrize("content", [b"", b"format,key\n1,2\n", gzip.compress(b"format,key\n1,key\n", mtime=0)])
 def test_a_damaged_table_is_named(content, tmp_path):
     (tmp_path / "table.csv.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"table\.csv\.gz must be a table of trainings, got .*; copy it again"):
+    with pytest.raises(ValueError, match=r"table\.csv\.gz must be a table of runs, got .*; copy it again"):
         read(tmp_path / "table.csv.gz")

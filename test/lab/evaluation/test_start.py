@@ -182,16 +182,16 @@ def test_the_whole_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("options", "other", "message"),
     [
-        ({"by": None}, {}, r"trainings can go on from a checkpoint with model, optimizer, scheduler, a Progress.*, "
-         r"got no scheduler, .* in .*; save them by vbs.Checkpoint"),
+        ({"by": None}, {}, r"runs can continue from a checkpoint with model, optimizer, scheduler, a Progress.*, "
+         r"got no scheduler, .* in .*; save them with vbs.Checkpoint"),
         ({"by": "updates"}, {}, r"got no scheduler, a ProgressScheduler\(by=\"samples\"\)"),
-        ({}, {"samples": 144}, r"must lie before the end of a training, got 144 of 144; pass an earlier one"),
-        ({}, {"samples": 192}, r"seeds change trainings from the next epoch on, but .* has begun the last one, got 2"),
-        ({}, {"lr": 0.1}, r"lr and ref_batchsize must be those of the checkpoint in .*; leave them out"),
+        ({}, {"samples": 144}, r"must lie before the end of a run, got 144 of 144; pass an earlier one"),
+        ({}, {"samples": 192}, r"seeds change runs from the next epoch on, but .* has begun the last one, got 2"),
+        ({}, {"lr": 0.1}, r"lr and ref_batchsize must match the checkpoint in .*; leave them out"),
         ({}, {"samples": 960}, r"the schedule of the task must be that of .*, got lr 0.0365 in it, and 0.043"),
         ({}, {"traces": [[8] * 20]}, r"the trace must last for the 336 samples that follow the checkpoint, got 160;"),
-        ({}, {"tasks": [TINY, "mnist-cnn"]}, r"must be of one task, and of equal samples, got 2 tasks"),
-        ({}, {"ends": ["progress"]}, r"must be of one task, and of equal samples, got 1 tasks and the ends progress"),
+        ({}, {"tasks": [TINY, "mnist-cnn"]}, r"must have one task and equal samples, got 2 tasks"),
+        ({}, {"ends": ["progress"]}, r"must have one task and equal samples, got 1 tasks and the ends progress"),
         ({"model": nn.Linear(6, 1)}, {}, r"RuntimeError: .*is of another model"),
     ],
 )  # fmt: skip
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_is_gone_is_told(tmp_path):
     saved(tmp_path)
     cell = of(cells(tmp_path), "root")
     shutil.rmtree(tmp_path)
-    with pytest.raises(RuntimeError, match=r"the checkpoint .* must stay until all trainings have ended, but it is"):
+    with pytest.raises(RuntimeError, match=r"the checkpoint .* must stay until all runs have ended, but it is"):
         train(cell)
 
 
@@ -220,5 +220,5 @@ def test_parts_that_no_training_has_are_left_out(tmp_path):
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path):
-    with pytest.raises(ValueError, match="path must be the folder of a checkpoint or of a training, got "):
+    with pytest.raises(ValueError, match="path must be the folder of a checkpoint or of a run, got "):
         cells(tmp_path / "nothing")

@@ -177,7 +177,9 @@ class CapacityTrace:
             TypeError, ValueError: if a limit is not an integer >= 0, or `max` < `min`.
         """
         low = check_int(min, "min", 0, MAX_INT)
-        high = MAX_INT if max is None else check_int(max, "max", low, MAX_INT)
+        high = MAX_INT if max is None else check_int(max, "max", 0, MAX_INT)
+        if high < low:
+            raise value_error("the least number of nodes must be <= the largest", f"{low} and {high}", "exchange them")
         return CapacityTrace(self._seconds, self._nodes.clip(low, high), self._end, self._prices)
 
     def devices(self, per_node: int) -> CapacityTrace:
@@ -259,7 +261,7 @@ class CapacityTrace:
         """Draw the nodes over the hours, and return the axes.
 
         Args:
-            ax: axes of matplotlib; by default, those of a new figure.
+            ax: axes of matplotlib; by default, in a new figure.
 
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.

@@ -84,7 +84,7 @@ def fetch(name: str, *, cache: str | os.PathLike[str] | None = None) -> Capacity
 
     Args:
         name: name of the trace.
-        cache: folder in which files are kept; by default, that of `PublicTrace.path`.
+        cache: folder in which files are kept. Default: see `PublicTrace.path`.
 
     Raises:
         TypeError: if `name` is not a string.

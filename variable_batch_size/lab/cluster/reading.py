@@ -99,6 +99,10 @@ _FORMATS = "\n".join(f"    - `{name}`: `{reader.example}`" for name, reader in R
 read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
 
 
+class UnitWarning(UserWarning):
+    """The times of a capacity trace look like another unit than seconds."""
+
+
 def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
     """Warn if the times of a trace, which must be seconds, look like hours: fractions that are close together."""
     is_whole = bool((trace.seconds % 1 == 0).all())
@@ -106,7 +110,7 @@ def _warn_of_hours(trace: CapacityTrace, path: str) -> None:
         warnings.warn(
             f"capacity trace ({path}) changes {trace.changes} times in {trace.end:g} seconds, as if its times were "
             f"hours; if they are, pass --scale-time 3600, or use read(...).scaled(3600)",
-            UserWarning,
+            UnitWarning,
             stacklevel=3,
         )
 

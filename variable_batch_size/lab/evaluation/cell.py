@@ -24,15 +24,15 @@ class Cell:
         trace_fingerprint: of the batch sizes, or of the controller, and of the simulated time.
         rule: name of the rule, with its number if it takes one, see `rule_named`.
         lr: learning rate at `ref_batchsize`, in samples, at which it was tuned (None: not known): `lr_factor` times
-            that of the task, or of the start.
+            the lr of the task or the start.
         seed: seed of the model and of the order of the samples.
-        samples: those of the training; with another end, those that it is compared with.
+        samples: number to train on; with another end, the number that it is compared with.
         minibatch_size: maximum number of rows of a microbatch.
         between: samples between two evaluations.
         max_grad_norm: norm to which gradients are clipped; None: they are not.
-        warmup: samples over which the learning rate rises to that of the schedule.
+        warmup: samples over which the learning rate rises to its scheduled value.
         end: when the training ends, see `End`.
-        start: the checkpoint from which it goes on; None: from the untrained model.
+        start: the checkpoint from which it continues; None: it starts with the untrained model.
         timed: batch sizes and simulated time, for which the fingerprint stands.
         data_dir: folder of the files of the task, which are the same anywhere.
     """

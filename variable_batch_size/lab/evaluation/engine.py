@@ -51,9 +51,10 @@ def run(
 ) -> Evaluation:
     """Make the training runs of an experiment that are not in a folder yet, and return all that are in it then.
 
-    Before the first one begins, each combination of task, trace and rule is created once, so that errors come early. A
-    training that is interrupted continues from its last checkpoint when the evaluation is run again; one that raises
-    ends the evaluation. One whose process is killed is repeated, and is "killed" if that happens twice.
+    Before the first one begins, each combination of task, trace and rule is created once, so that errors are raised
+    early. A training run that is interrupted continues from its last checkpoint when you start the evaluation again. An
+    exception in a training run ends the evaluation. If the process of a training run is killed, the run is repeated; if
+    that happens twice, its status is "killed".
 
     With Ray, each training is a task that needs `threads` CPUs, on any machine of the cluster where this package, the
     task's module and its files are. It resumes from its last checkpoint if `folder` is at the same path of all
@@ -62,23 +63,23 @@ def run(
     Args:
         cells: an experiment, or cells.
         folder: folder of the evaluation, which is created if needed.
-        jobs: maximum number of trainings at the same time, each in a process of its own. By default as many as Ray has
-            CPUs for; with joblib 1, which is this process.
-        threads: number of threads of a training. With more than one, numbers differ a little from run to run.
-        engine: what distributes the trainings: "joblib" on this machine, or "ray".
+        jobs: maximum number of training runs at the same time, each in its own process. Default: with Ray, as many as
+            it has CPUs for; with joblib 1, in this process.
+        threads: number of threads of a training run. With more than one, results differ slightly if you repeat a run.
+        engine: what distributes the training runs: "joblib" on this machine, or "ray".
         address: of a running cluster of Ray, "HOST:PORT", "ray://HOST:PORT" or "auto"; by default what `ray.init()`
             finds, or a new one on this machine.
-        save_every: interval of the checkpoints of a training: time, or a number of updates.
+        save_every: interval between the checkpoints of a training run: a time, or a number of updates.
         progress: whether to show a progress bar over the cells, with the time left.
         command: what was typed, for the plan.
-        baseline: the rule against which reports judge the others; by default, that of the experiment, or "constant".
+        baseline: rule against which reports judge the others; by default, the rule of the experiment, or "constant".
 
     Raises:
         ModuleNotFoundError: if joblib is not installed, or Ray is not.
         OSError: if a file cannot be read or written, another process trains in the folder, or nothing listens at
             `address`.
         TypeError, ValueError: if cells cannot train, or no machine of Ray has so many CPUs as `threads`.
-        RuntimeError: if a training fails, whose name is in the message.
+        RuntimeError: if a training run fails; the message names it.
     """
     check_choice(engine, "engine", get_args(EngineName))
     if address is not None and engine != "ray":
@@ -202,7 +203,7 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
             remedy = "give the task another version, or choose another folder"
             if name == "source of the task":
                 found = f"the source of the task {cell.task} has changed since the training {line['key']}"
-                message = f"{found}; if trainings differ by that, {remedy}"
+                message = f"{found}; if this changes the runs, {remedy}"
                 warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
                 del tasks[task]  # warned once for each task
                 break

@@ -40,8 +40,8 @@ class Experiment:
     """A plan of training runs: each task under each trace of batch sizes, with each rule, learning rate and seed.
 
     Seeds and samples are the same for all of them. What is None is taken from the attributes of the task, see `Task`.
-    The reference is trained, too: the rule "constant" at the constant batch size `ref_batchsize` and 0.5, 1 and 2 times
-    the learning rate tells what the trace costs, and whether the reference is tuned.
+    The reference is also trained: the rule "constant" at the constant batch size `ref_batchsize`, with 0.5, 1 and 2
+    times the learning rate. It shows what the trace costs, and whether the reference is tuned.
 
     >>> experiment = Experiment(["mnist-cnn"], ["0:32 1000:256"], ["linear", "root"])
     >>> len(experiment.cells())  # 5 seeds of 3 rules, and of the reference at 3 learning rates
@@ -55,19 +55,19 @@ class Experiment:
         baseline: the rule against which they are judged, which is trained in any case.
         seeds: number of seeds, 0, 1, ...; or the seeds.
         lr_factors: factors on the learning rate at which every rule is trained, beside 1, at which it is judged.
-        ends: when trainings end, and so what is equal for all that are compared: "samples", "progress",
+        ends: when a run ends, and therefore what is equal in all runs that are compared: "samples", "progress",
             "progress:UPDATES", "seconds:SECONDS" or "cost:PRICE", see `End`. The schedule of a task ends with it.
-        samples: samples of a training, with those before its start.
+        samples: number of samples of a run, including those before its start.
         lr: learning rate at `ref_batchsize`.
         ref_batchsize: batch size at which it was tuned, in samples.
         minibatch_size: maximum number of rows of a microbatch.
         between: samples between two evaluations.
-        warmup: samples over which the learning rate rises linearly to that of the task's schedule, as the linear rule
+        warmup: samples over which the learning rate rises linearly to the task's scheduled value, as the linear rule
             needs it (Goyal et al. 2017).
         options: what the texts of traces leave open.
         time: the time of an update, for traces that are not under a capacity trace; by default it is not simulated.
         data_dir: folder of the files of the tasks, for those that have such an argument.
-        start: folder of checkpoints of a training of the task, from the newest of which all trainings go on; their
+        start: folder of checkpoints of a run of the task. All runs continue from the newest of these checkpoints; their
             traces and their time begin there. A seed changes the order of the samples, and the random numbers, from the
             next epoch on.
 
@@ -114,7 +114,7 @@ class Experiment:
         ends = [End.parse(end) for end in self.ends]
         if self.start is not None and (len(self.tasks) > 1 or ends != [SAMPLES]):
             found = f"{len(self.tasks)} tasks and the ends {', '.join(self.ends)}"
-            requirement = "trainings that go on from a checkpoint must be of one task, and of equal samples"
+            requirement = "runs that continue from a checkpoint must have one task and equal samples"
             raise value_error(requirement, found, "leave the others out")
 
     def cells(self) -> list[Cell]:
@@ -222,16 +222,16 @@ class Experiment:
         where, size = f"the checkpoint in {start.path}", len(dataset_of(task))  # type: ignore[arg-type]
         if self.lr is not None or (self.ref_batchsize or start.ref_batchsize) != start.ref_batchsize:
             found = f"lr {self.lr}, ref_batchsize {self.ref_batchsize}"
-            raise value_error(f"lr and ref_batchsize must be those of {where}", found, "leave them out")
+            raise value_error(f"lr and ref_batchsize must match {where}", found, "leave them out")
         if size != start.dataset_size:
             found = f"{size:,} samples instead of {start.dataset_size:,}"
-            raise value_error(f"the dataset of the task {name} must be that of {where}", found, "pass that task")
+            raise value_error(f"the dataset of the task {name} must match {where}", found, "pass its task")
         if samples <= start.samples:
             found = f"{start.samples:,} of {samples:,}"
             remedy = "pass an earlier one, or more --samples"
-            raise value_error(f"{where} must lie before the end of a training", found, remedy)
+            raise value_error(f"{where} must lie before the end of a run", found, remedy)
         if seeds > 1 and samples <= (start.epoch + 1) * size:
-            requirement = f"seeds change trainings from the next epoch on, but {where} has begun the last one"
+            requirement = f"seeds change runs from the next epoch on, but {where} has begun the last one"
             raise value_error(requirement, f"{seeds} seeds", "pass seeds=1, or an earlier checkpoint")
 
     def _timed_traces(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, TimedTrace]:

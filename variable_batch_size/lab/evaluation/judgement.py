@@ -145,10 +145,10 @@ class Judgement:
         reference: whether it is tuned.
         traces: in the order of their names.
         failures: rule -> how often it failed, of those that did, or whose baseline did.
-        waiting: number of planned trainings that have not ended; nothing is claimed before all have.
+        waiting: number of planned runs that have not ended; nothing is claimed before all have ended.
         earlier_seeds: seeds of the plan that an earlier one has judged, which are left out.
         choices: pairs of a baseline and a metric that share the levels, where these were chosen afterwards; else 1.
-        killed: the trainings whose process died, in words.
+        killed: the runs whose process died, in words.
         trainings: those that are judged, with the final `loss`, the final `value` of the metric, and `failed`.
     """
 
@@ -176,17 +176,18 @@ def judge(
 ) -> list[Judgement]:
     """Return for each task which rules are claimed to be better or worse than the baseline.
 
-    What was seen of a training belongs to all that is claimed of its seed: the last plan is judged by the seeds that it
-    was the first to have, or else by the latest of its seeds, with all trainings of these seeds that any plan has.
+    Once a report has shown the runs of a seed, later claims about this seed depend on that report. The last plan is
+    therefore judged by the seeds that it was the first to have, or, if it has none, by the latest of its seeds, with
+    all runs of these seeds in any plan.
 
-    The levels are shared by all tasks; a quarter of those before with each plan of five or more seeds that adds
-    trainings to the folder, up to the last one that added to what is judged; and shared by all pairs of a baseline and
-    a metric, unless these are the plan's baseline and the loss.
+    The levels are shared by all tasks; a quarter of those before with each plan of five or more seeds that adds runs to
+    the folder, up to the last one that added to what is judged; and shared by all pairs of a baseline and a metric,
+    unless these are the plan's baseline and the loss.
 
     Args:
-        evaluation: what has ended, at least one training.
-        metric: what is compared at the end of the trainings.
-        baseline: rule with which the others are compared; None: that of the plan, "constant" or, if it is not there,
+        evaluation: the runs that have ended, at least one.
+        metric: what is compared at the end of the runs.
+        baseline: rule to compare the others with; None: the baseline of the plan, "constant" or, if it is not there,
             the first one.
         mode: "min" if less of the metric is better, "max" if more is; None: its name tells.
 

@@ -40,7 +40,7 @@ class EvaluationPlan:
 
     Attributes:
         command: as a user would type it; "" for a call from Python.
-        keys: names of these runs, including those of the reference.
+        keys: names of these runs, including the reference runs.
         baseline: the rule against which it judges the others; None: not chosen.
     """
 
@@ -52,16 +52,16 @@ class EvaluationPlan:
 @final
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The trainings of a folder that have ended, and the plans that asked for them.
+    """The runs of a folder that have ended, and the plans that requested them.
 
     Attributes:
-        trainings: a row for each, in the order of the plans. `key` names what determines the training, and `plan` is
-            the number of the first plan that has it. `task`, `task_version`, `trace` (the name that users read), `end`,
-            `rule`, `lr`, `lr_factor`, `seed`, `samples`, `ref_batchsize`, `warmup` and `start` (the checkpoint, ""
-            without one) are what was trained. `status` is "finished", "diverged" or "killed" (its process died twice).
-            `curve` has lists of equal lengths: the first row is the model before the training, then comes one each
-            `between` samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds` and
-            `cost` where they are known; of the updates since the row before `batch_size` (mean), `batch_least`,
+        trainings: a row for each run, in the order of the plans. `key` names what determines the training, and `plan`
+            is the number of the first plan that has it. `task`, `task_version`, `trace` (the name that users read),
+            `end`, `rule`, `lr`, `lr_factor`, `seed`, `samples`, `ref_batchsize`, `warmup` and `start` (the checkpoint,
+            "" without one) are what was trained. `status` is "finished", "diverged" or "killed" (its process died
+            twice). `curve` has lists of equal lengths: the first row is the model before the training, then comes one
+            each `between` samples, and one at the end. `updates`, `samples` and `progress` so far; simulated `seconds`
+            and `cost` where they are known; of the updates since the row before `batch_size` (mean), `batch_least`,
             `batch_most`, `lr` (mean effective learning rate) and `train_loss`; and the metrics of the evaluation.
             `untrained` is the loss of the untrained model, `environment` the versions and what else there is to know.
         plans: in the order in which they were asked for; none in a table of earlier versions.
@@ -84,7 +84,7 @@ def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
         conditions = [str(cell.get(name)) for name in _CONDITIONS]
         if conditions_of_name.setdefault(shown_in_report, conditions) != conditions:
             raise value_error(
-                "a folder must have one trace, with one minibatch_size and one task, for each name of a trace",
+                "a folder must have one trace, one minibatch_size and one task for each name of a trace",
                 f"several for {cell['trace']!r} and seed {cell['seed']}, as after an edit",
                 "pass another --name, or another --folder",
             )
@@ -220,9 +220,9 @@ def _parse_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
             if not {"keys", "cell"} & set(line):
-                raise ValueError("neither a plan nor a training")
+                raise ValueError("neither a plan nor a run")
         except (ValueError, TypeError) as error:
-            remedy = "delete the line, whose training is then made again"
+            remedy = "delete the line; its run is then repeated"
             raise value_error(f"{path}:{number} must be a line of an evaluation", error, remedy) from None
         if (version := line.get("format", FORMAT)) != FORMAT:
             remedy = "read it with the version that has written it"
@@ -254,7 +254,7 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
         if isinstance(error, FileNotFoundError):
             raise
         found = f"{type(error).__name__}: {error}"
-        raise value_error(f"{path} must be a table of trainings", found, "copy it again") from None
+        raise value_error(f"{path} must be a table of runs", found, "copy it again") from None
     return rows
 
 

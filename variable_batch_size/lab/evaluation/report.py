@@ -1,4 +1,4 @@
-"""The report of an evaluation: one HTML file that needs no other one, with a table of the trainings and the figure."""
+"""The report of an evaluation: one HTML file that needs no other one, with a table of the runs and the figure."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _notes(judgement: Judgement) -> list[str]:
     """Return warnings for the reader of a task's section: runs that are missing, left out or from other sources."""
     rows, notes = judgement.trainings, list[str]()
     if judgement.waiting:
-        notes.append(f"{judgement.waiting:,} trainings of the plan have not ended: nothing is claimed yet.")
+        notes.append(f"{judgement.waiting:,} runs of the plan have not ended: nothing is claimed yet.")
     if judgement.earlier_seeds:
         seeds = wording.join_names([*map(str, judgement.earlier_seeds)])
         notes.append(f"An earlier plan judged the seeds {seeds}: they are left out here, all is of the new ones.")
@@ -145,10 +145,10 @@ def _notes(judgement: Judgement) -> list[str]:
         notes.append(f"Killed, and in no number: {'; '.join(judgement.killed)}.")
     sources = {environment.get("source of the task") for environment in rows["environment"]} - {None}
     if len(sources) > 1:
-        notes.append(f"The trainings are of {len(sources)} versions of the file of the task; give it another version.")
+        notes.append(f"The runs have {len(sources)} versions of the file of the task; give it another version.")
     starts = [start for start in rows["start"].unique() if start]
     if starts:
-        notes.append(f"All trainings start at {wording.join_names(starts)}: what is claimed holds for this checkpoint.")
+        notes.append(f"All runs start at {wording.join_names(starts)}: what is claimed holds for this checkpoint.")
     return notes
 
 
@@ -160,7 +160,7 @@ def _reference_moments(rows: pd.DataFrame) -> tuple[float, float]:
 
 def _rule_rows(trace: Trace) -> list[dict[str, str]]:
     """Return the table of a trace as text: for each rule its mean, and its difference from the baseline."""
-    words = {"baseline": "", "same": "the same trainings"}  # instead of a difference
+    words = {"baseline": "", "same": "the same runs"}  # instead of a difference
     return [
         {
             "rule": row.rule,
@@ -203,7 +203,7 @@ def _evaluation_facts(evaluation: Evaluation, judgements: Sequence[Judgement]) -
 
     rows = pd.concat([judgement.trainings for judgement in judgements], ignore_index=True)
     seconds = rows["wall_seconds"].sum()
-    facts = {"trainings": f"{len(rows):,}, {rows['failed'].sum():,} of them failed; {seconds:,.0f} s in all"}
+    facts = {"runs": f"{len(rows):,}, {rows['failed'].sum():,} of them failed; {seconds:,.0f} s in all"}
     if evaluation.plans:
         facts["command"] = evaluation.plans[-1].command
     for task, of_task in rows.groupby("task"):

@@ -16,7 +16,7 @@ from variable_batch_size.lab.simulation.result import Run, cost_until
 @final
 @dataclass(frozen=True)
 class ModelTime:
-    """The time of a training that always has the same devices.
+    """The time of a run whose devices do not change.
 
     Args:
         throughput: seconds of an update.

@@ -97,6 +97,6 @@ def _check_parts(parts: Mapping[str, Any], scheduled: bool, path: Path) -> None:
         needed['scheduler, a ProgressScheduler(by="samples")'] = parts.get("scheduler", {}).get("by") == "samples"
     if not all(needed.values()):
         missing = " and no ".join(name for name, is_there in needed.items() if not is_there)
-        requirement = f"trainings can go on from a checkpoint with {', '.join(needed)}"
-        remedy = "save them by vbs.Checkpoint, and pass its folder"
+        requirement = f"runs can continue from a checkpoint with {', '.join(needed)}"
+        remedy = "save them with vbs.Checkpoint, and pass its folder"
         raise value_error(requirement, f"no {missing} in {path}", remedy)

@@ -130,8 +130,8 @@ def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple
 
     A gain is positive if the factor is better, and has an interval of Welch; the intervals of all factors hold together
     at 99 %. There is none for a factor that failed more often than factor 1. The answer is 1, "not tuned", if the
-    interval of a factor with five trainings beside five lies above 0; -1, "tuned", if no factor has a better mean of
-    the trainings that did not fail; and 0 otherwise.
+    interval of a factor with five trainings beside five lies above 0; -1, "tuned", if factor 1 has five and no factor
+    has a better mean of the trainings that did not fail; and 0 otherwise.
 
     Args:
         values: metric, less is better, (..., factors, seeds), of factor 1 first; nan where a training failed.
@@ -152,7 +152,8 @@ def judge_tuning(values: FloatArray, failed: BoolArray, parts: int = 1) -> tuple
     has_enough_seeds = np.minimum(succeeded[..., 1:], succeeded[..., :1]) >= SEEDS
     is_claimed = (gains[..., 1] > 0) & has_enough_seeds
     has_better_mean = gain.value[..., 1:] > 0
-    answers = np.where(is_claimed.any(-1), 1, np.where(has_better_mean.any(-1), 0, -1))
+    is_open = has_better_mean.any(-1) | (succeeded[..., 0] < SEEDS)
+    answers = np.where(is_claimed.any(-1), 1, np.where(is_open, 0, -1))
     return gains, answers
 
 

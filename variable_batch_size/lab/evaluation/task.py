@@ -38,19 +38,19 @@ LEAST: Final[Mapping[str, int]] = {"samples": 1, "ref_batchsize": 1, "minibatch_
 class Task(Protocol):
     """What is trained: an object, or a module, with these five functions.
 
-    It may also have these attributes, which are the defaults of its trainings:
+    It can also have these attributes, which are the defaults of its runs:
 
     - `ref_batchsize`: batch size at which the learning rate was tuned, in samples;
-    - `lr`: that learning rate; `samples`: those of a training;
+    - `lr`: that learning rate; `samples`: number of samples of a run;
     - `minibatch_size`: maximum number of rows of a microbatch (32);
     - `between`: samples between two evaluations (a sixteenth of `samples`);
     - `max_grad_norm`: norm to which gradients are clipped (not clipped);
-    - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a training, read
-      once in `ref_batchsize` samples (1);
+    - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a run, read once
+      in `ref_batchsize` samples (1);
     - `warmup`: samples over which the learning rate rises to this factor, as `linear` needs it (0);
-    - `version`: text that names its code and data: what was trained with another version is trained again.
+    - `version`: text that names its code and data. Runs with a different version are repeated.
 
-    One object serves several trainings of a process, one after the other.
+    A process uses one object for several runs, one after the other.
     """
 
     def model(self, seed: int) -> nn.Module:
@@ -132,11 +132,11 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
     32
 
     Args:
-        name: one of those that come with the package; or a task of your own: "package.module:name", where the name is
-            that of an object, or of a class or a function that returns one; or "package.module", a module with the five
-            functions. What is not installed is looked for in the working directory, which is then the last one of
-            `sys.path`, so that what a task imports is found there, too.
-        arguments: those of the class or the function, as values of JSON.
+        name: one of those that come with the package; or a task of your own: "package.module:name", where the name
+            refers to an object, or a class or a function that returns one; or "package.module", a module with the five
+            functions. A module that is not installed is searched in the working directory, which is then the last one
+            of `sys.path`, so that modules which a task imports are also found there.
+        arguments: for the class or the function, as values of JSON.
         data_dir: folder of its files, which a class or a function gets if it has an argument of this name.
 
     Raises:

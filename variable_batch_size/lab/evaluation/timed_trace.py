@@ -47,7 +47,7 @@ class UnderCapacity:
         devices_per_node: number of devices of a node.
         overheads: what interruptions cost.
         noise: the gradient noise by progress, for policies that read it.
-        price: price of a node-hour; by default, that of the trace, if it has one.
+        price: price of a node-hour; by default, from the trace, if it has one.
     """
 
     capacity: CapacityTrace | str | os.PathLike[str]
@@ -125,7 +125,7 @@ class TimedTrace:
             name = repr(self.trace.controller)
             # An address would be another one in each process.
             if without_addresses(name) != name:
-                requirement = "the repr of a controller must tell its numbers, because it names the trainings"
+                requirement = "the repr of a controller must tell its numbers, because it names the runs"
                 remedy = "make it a frozen dataclass with a method __call__, or give it a __repr__"
                 raise value_error(requirement, name, remedy)
         else:

@@ -145,7 +145,7 @@ def _restore_start(parts: TrainingParts, start: Start, lr_factor: float) -> None
         try:
             shutil.copytree(start.path, Path(folder) / start.path.name)
         except FileNotFoundError:
-            message = f"the checkpoint {start.path} must stay until all trainings have ended, but it is gone"
+            message = f"the checkpoint {start.path} must stay until all runs have ended, but it is gone"
             raise FileNotFoundError(f"{message}; pass a copy of it") from None
         saved = {"model": parts.model, "optimizer": parts.optimizer, **other_parts}
         with _without_info_logs(), Checkpoint(folder, **saved) as checkpoint:

@@ -27,11 +27,11 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
     """Return the report's sentences about one trace: first which rule is best, if that is known, then the others."""
     rows_of_others = [row for row in trace.rows if row.answer != "baseline"]
     if len(rows_of_others) == len(trace.rows):
-        return [Sentence(OPEN, f"no training of {judgement.baseline} ended under this trace"), *_failing(trace)]
+        return [Sentence(OPEN, f"no run of {judgement.baseline} ended under this trace"), *_failing(trace)]
     if all(row.failed == row.trained for row in trace.rows):
-        return [Sentence(FAILS, "nothing trains under this trace: all trainings failed")]
+        return [Sentence(FAILS, "nothing trains under this trace: all runs failed")]
     if judgement.waiting:
-        return [Sentence(OPEN, "nothing is claimed before all trainings of the plan have ended")]
+        return [Sentence(OPEN, "nothing is claimed before all runs of the plan have ended")]
     claimed = [row for row in rows_of_others if row.answer in ("better", "worse")]
     claimed.sort(key=lambda row: (row.answer, -abs(row.difference.value)))  # better ones first, by size
     sentences = [_claim(judgement, row) for row in claimed]
@@ -39,7 +39,7 @@ def verdict(judgement: Judgement, trace: Trace) -> list[Sentence]:
         sentences.insert(0, _none_better(judgement, trace))
     same_rules = [row.rule for row in rows_of_others if row.answer == "same"]
     if same_rules and len(same_rules) < len(rows_of_others):
-        text = f"{join_names(same_rules)}: the same trainings as {judgement.baseline}, bit for bit"
+        text = f"{join_names(same_rules)}: the same runs as {judgement.baseline}, bit for bit"
         sentences.append(Sentence(SAME, text))
     undecided = [row for row in rows_of_others if row.answer == "open" and row.failed < row.trained]
     if claimed and undecided:
@@ -67,7 +67,7 @@ def _none_better(judgement: Judgement, trace: Trace) -> Sentence:
     if not rows_of_others:
         return Sentence(SAME, f"{baseline} is the only rule")
     if all(row.answer == "same" for row in rows_of_others):
-        return Sentence(SAME, f"all rules have the same trainings, bit for bit: use {baseline}")
+        return Sentence(SAME, f"all rules have the same runs, bit for bit: use {baseline}")
     if all(row.answer in ("same", "worse") or row.failed == row.trained for row in rows_of_others):
         return Sentence(SAME, f"{baseline}: no other rule is better")
     best = next((row for row in rows_of_others if row.rule == trace.best), None)
@@ -107,14 +107,14 @@ def describe_failures(judgement: Judgement) -> list[Sentence]:
             word, mark = ("more", WORSE) if failures.claimed > 0 else ("less", BETTER)
             of_baseline = f"{failures.baseline_failed} of {failures.baseline_trained}"
             counts = f"{failures.failed} of {failures.trained} against {of_baseline}"
-            text = f"{rule} fails {word} often than {judgement.baseline}: {counts} trainings under all traces"
+            text = f"{rule} fails {word} often than {judgement.baseline}: {counts} runs under all traces"
             sentences.append(Sentence(mark, text))
     return sentences
 
 
 def describe_choices(judgement: Judgement) -> str:
     """Return a warning that the baseline or the metric was chosen after the runs, which makes claims harder."""
-    chosen = f"{judgement.metric} beside {judgement.baseline} was chosen after the trainings"
+    chosen = f"{judgement.metric} beside {judgement.baseline} was chosen after the runs"
     return f"{chosen}: a claim must stand among {judgement.choices} choices."
 
 
@@ -122,7 +122,7 @@ def describe_reference(judgement: Judgement) -> str:
     """Return a sentence that says whether the learning rate is tuned at the reference batch size."""
     outcome = judgement.reference
     if outcome.answer == "waiting":
-        return "Whether the reference is tuned is said when all trainings of the plan have ended."
+        return "Whether the reference is tuned is said when all runs of the plan have ended."
     if outcome.answer == "missing":
         return "The reference was not trained: whether the learning rate is tuned is not known."
     at = f"at batch size {outcome.batchsize:g} and learning rate {outcome.lr:.4g}"

@@ -21,14 +21,14 @@ State: TypeAlias = Literal["productive", "redone", "restarting", "saving", "idle
 @final
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What interruptions and checkpoints cost a training, in seconds.
+    """The time that interruptions and checkpoints cost, in seconds.
 
     The training looks at the nodes when a restart, an update or a save ends, in this order:
 
     - Some of its nodes will leave within `notice` seconds: it saves, if an update was made since the last checkpoint,
       and restarts with those that stay. Nothing is lost.
     - There are more nodes, and `grow_every` seconds have passed since the last restart: it saves and restarts with
-      them, or with those of them that are left after the save.
+      them, or with those that are left after the save.
     - A save is due: it saves and continues.
 
     If nodes that it uses leave before, the training is killed. It restarts from the last checkpoint that was complete

@@ -20,10 +20,10 @@ COLUMNS = ("vbs/progress", "vbs/sigma2", "vbs/mu2")
 @final
 @dataclass(frozen=True, slots=True)
 class NoiseCurve:
-    """How the gradient noise, sigma^2 and mu^2, changes with the progress of a training, piecewise constant.
+    """How the gradient noise, sigma^2 and mu^2, changes with the progress of a run: a piecewise constant function.
 
-    It is a model that the noise depends on the progress alone (Qiao et al. 2021, arXiv 2008.12260, section 3): take the
-    curve from a training like the one to simulate.
+    The curve assumes that the noise depends on the progress alone (Qiao et al. 2021, arXiv 2008.12260, section 3). Take
+    it from a run that resembles the one that you simulate.
 
     >>> NoiseCurve(progress=[0, 100], sigma2=[50.0, 80.0], mu2=[1.0, 0.5]).at(100).noise_scale
     160.0
@@ -71,7 +71,7 @@ class NoiseCurve:
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> NoiseCurve:
-        """Read the curve that a training measured, from the `scalars.csv` of its `Tracker`.
+        """Read the curve that a run measured, from the `scalars.csv` of its `Tracker`.
 
         Rows without an estimate are dropped, and negative estimates count as 0. Of rows at one progress the last one
         counts.
@@ -80,7 +80,7 @@ class NoiseCurve:
             OSError: if the file cannot be read.
             ValueError: if it has not the columns vbs/progress, vbs/sigma2 and vbs/mu2, or no row with an estimate.
         """
-        remedy = 'log a training with noise="microbatches", or with a rule that reads the noise'
+        remedy = 'log a run with noise="microbatches", or with a rule that reads the noise'
         rows = list(_distinct_estimates(read_columns(path, COLUMNS, remedy).T.tolist()))
         if not rows:
             raise value_error(f"{path} must have a row with an estimate of the noise", "none", "train for longer")

@@ -134,7 +134,7 @@ def cost_until(capacity: CapacityTrace, elapsed: float) -> float | None:
 
 
 def plot_runs(runs: Mapping[str, Run], title: str | None = None) -> Figure:
-    """Draw trainings under one capacity trace over the hours, and return the figure.
+    """Draw runs under one capacity trace over the hours, and return the figure.
 
     The panels show the nodes, the batch sizes, the modelled progress and, for each training, the shares of its time
     that are not productive.

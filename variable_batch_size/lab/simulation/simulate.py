@@ -56,7 +56,7 @@ def simulate(
     until: float | None = None,
     by: Unit = "progress",
 ) -> Run:
-    """Simulate a training under a capacity trace: its time, its cost and its progress.
+    """Simulate the time, the cost and the progress of a run under a capacity trace.
 
     An update of B samples on R devices takes `throughput.seconds(B, R, minibatch_size, spread=...)`, with the B and R
     at its beginning; it is not spread if the rule or the controller reads the noise. `Overheads` says what happens when
@@ -76,9 +76,9 @@ def simulate(
     Args:
         capacity: seconds -> number of nodes.
         controller: chooses the batch size of the next updates. It is called at the beginning, after a restart on
-            another number of devices and, with `every`, before each update whose number is a multiple of it. An
-            `AdaptiveTrace` or a batch trace, or what `BatchTrace.of` accepts, may be passed, too; the latter has the
-            batch sizes of the kept updates, and ends the training with `on_end="stop"`.
+            another number of devices and, with `every`, before each update whose number is a multiple of it. You can
+            also pass an `AdaptiveTrace`, a batch trace, or what `BatchTrace.of` accepts. A batch trace gives the batch
+            sizes of the updates that are kept, and ends the run if its `on_end` is "stop".
         throughput: the seconds of an update.
         ref_batchsize: batch size, in samples, at which progress is counted: it is 1 an update there.
         rule: the learning-rate rule, or its name, which gives the progress of an update.
@@ -89,11 +89,11 @@ def simulate(
             on another number of devices.
         delay: number of updates from a call to the first update with its decision, >= 0.
         minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
-        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as in a training with PyTorch/XLA.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as with PyTorch/XLA.
         dataset_size: samples of an epoch, whose last update is shortened; by default there are no epochs.
         devices_per_node: number of devices of each node, >= 1.
         overheads: what interruptions and checkpoints cost; None: nothing interrupts the training.
-        prices: price of a node-hour: a number, or (seconds, price from each on); by default, that of the trace.
+        prices: price of a node-hour: a number, or (seconds, price from each on); by default, from the trace.
         on_demand: price of a node-hour on demand, to compare with.
         until: end of the training, in the unit of `by`: it ends with the first update that reaches it, or at this time;
             by default, and at the latest, with the capacity trace.
@@ -154,7 +154,7 @@ def to_batch_trace(
     max_updates: int | None = None,
     on_end: OnEnd = "error",
 ) -> BatchTrace:
-    """Return the batch sizes of a training under a capacity trace that no change of the capacity interrupts.
+    """Return the batch sizes of a run under a capacity trace, if changes of the capacity do not interrupt the run.
 
     An update begins when the one before has ended and there is a device. The devices at its beginning determine its
     batch size and its seconds. The last update ends within the capacity trace. It is the trace of `simulate` without
@@ -170,7 +170,7 @@ def to_batch_trace(
         controller: chooses the batch size; called when the number of devices changes.
         throughput: the seconds of an update.
         minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
-        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as in a training with PyTorch/XLA.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as with PyTorch/XLA.
         max_updates: number of updates after which the training ends; by default it ends with the capacity trace.
         on_end: what follows the last step of the batch trace.
 

@@ -34,7 +34,7 @@ CONFIDENCE = 0.95
 def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], **arguments: Any) -> pd.DataFrame:
     """Simulate each policy under each capacity trace, and return a row for each run.
 
-    The index is `trace` and `policy`. The columns are those of `Run.summary` and, to compare traces of different
+    The index is `trace` and `policy`. The columns hold `Run.summary` and, to compare traces of different
     lengths, the parts of the elapsed time as shares of it (`productive_share`, ...); `progress_per_hour` and
     `progress_per_node_hour`; `preemptions_per_day` and `restarts_per_day`; with prices, `cost_per_hour` and
     `cost_per_progress`, which is infinite if no update was kept.
