@@ -1,4 +1,4 @@
-"""The commands of docs/checkpoints.md for elastic training, while processes are removed and added."""
+"""The commands of checkpoints.md and clusters.md for elastic training, while processes are removed and added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.kills import send
 from helpers.pages import DOCS, ROOT, commands
 
 (LOOP,) = (line for line in commands(DOCS / "checkpoints.md") if "--cores" in line)
-(ELASTIC,) = (line for line in commands(DOCS / "checkpoints.md") if "--nnodes=1:4" in line)
+(ELASTIC,) = (line for line in commands(DOCS / "clusters.md") if "--nnodes=1:4" in line and "mnist" in line)
 SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 
 
@@ -56,7 +56,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(tmp_path, started):
     loop = start(line, tmp_path / "output", str(nproc.parent))
     started.append(loop)
     wait_for(lambda: saved(tmp_path / "saved") >= 10, output_in(tmp_path))
-    program = min(descendants(loop.pid))  # bash's own child
+    program = descendants(loop.pid)[0]  # bash's own child
     os.kill(program, signal.SIGTERM)
     assert loop.wait(TIMEOUT) == 0, (tmp_path / "output").read_text()
     output = (tmp_path / "output").read_text()
@@ -75,7 +75,7 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(tmp_path, s
     line = line.replace("--nproc-per-node=2", "--nproc-per-node=1 --monitor-interval=0.1")
     logs = tmp_path / "first", tmp_path / "second"
 
-    def worlds():
+    def worlds():  # rank 0 prints it, which torchrun places on the machine whose agent has the smallest process id
         return re.findall(r"^(\d) x cpu", "".join(log.read_text() for log in logs if log.exists()), re.MULTILINE)
 
     first = start(line, logs[0])
@@ -88,7 +88,7 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(tmp_path, s
     wait_for(lambda: saved(tmp_path / "saved") > before, output_in(tmp_path))
     send(signal.SIGKILL, [*descendants(second.pid), second.pid])
     assert first.wait(TIMEOUT) == 0, logs[0].read_text()
-    assert worlds() == ["1", "2", "1"]
+    assert sorted(worlds()) == ["1", "1", "2"]
     output = logs[0].read_text()
     assert "after SIGTERM" in output + logs[1].read_text()  # no update was lost when the second one joined
     assert re.search(r"^samples +24,000$", output, re.MULTILINE)
@@ -100,7 +100,7 @@ def output_in(folder):
 
 
 def descendants(pid):
-    """Return the descendants of a process, in any session."""
+    """Return the descendants of a process, in any session, its own children first."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

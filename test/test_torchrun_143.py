@@ -47,7 +47,7 @@ def test_torchrun_exits_with_143_after_sigusr1(place, started):
 @pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
 def test_the_shell_loop_of_the_page_resumes(place, started):
-    (line,) = (line for line in commands(DOCS / "checkpoints.md") if "torchrun_143" in line)
+    (line,) = (line for line in commands(DOCS / "clusters.md") if "torchrun_143" in line)
     line = line.replace("--nproc-per-node=8", "--standalone --nproc-per-node=2")
     flags = place / "flags"
     flags.touch()
