@@ -38,8 +38,8 @@ PYTEST := pytest -n $(JOBS) --dist loadgroup $(WATCHED)
 help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make evaluate     compare rules on MNIST under two traces, and write a report to runs/evaluate"
-	@echo "make lint         run ruff and mypy"
-	@echo "make test         run ruff, mypy and the quick tests, in eight minutes on two cores"
+	@echo "make lint         run ruff, mypy and the tests of words and messages"
+	@echo "make test         run ruff, mypy and the quick tests, in 14 minutes on two cores"
 	@echo "make test-all     run the slow tests, too"
 	@echo "make nightly      run all tests, in all environments, with more examples of each property: some hours"
 	@echo "make test-newest  run the tests that need no XLA, with the newest torch"
@@ -77,6 +77,7 @@ LINT := $(if $(shell test -w . || echo no),export RUFF_NO_CACHE=true MYPY_CACHE_
 
 lint: $(VENV)/.has-test
 	$(LINT)
+	$(VENV)/bin/python -m pytest -q -p no:cacheprovider test/test_words.py test/test_docstrings.py
 
 COMMA := ,
 # Lint runs beside the tests. NIGHTLY=1 adds the longest tests to all of these targets.
@@ -182,13 +183,13 @@ dist: check-tag
 	@rm -rf dist build/lib build/bdist.* variable_batch_size.egg-info
 	$(DIST)/bin/python -m build
 	$(DIST)/bin/python -m twine check --strict dist/*
+	$(DIST)/bin/python -m pip install $(PIP_FLAGS) lazy_loader  # all that an import needs; torch comes later
 	$(DIST)/bin/python -m pip install $(PIP_FLAGS) --no-deps dist/*.whl
 	$(DIST)/bin/python -I -c 'import variable_batch_size as vbs; print("imported", vbs.__version__, "from", vbs.__file__)'
 
 # A release calls make dist TAG=v0.1.0: the tag, the package and the changelog have to name the same version.
 check-tag:
-	@$(CHECK_PYTHON)
-	@version=$$($(PYTHON) -c 'import variable_batch_size as vbs; print(vbs.__version__)'); [ -z "$(TAG)" ] || { \
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' variable_batch_size/__init__.py); [ -z "$(TAG)" ] || { \
 	[ "$(TAG)" = "v$$version" ] && grep -q "^## \[$$version\] - 20..-..-..$$" CHANGELOG.md; } || { \
 	echo "A release of $$version needs the tag v$$version and the heading '## [$$version] - YEAR-MONTH-DAY' in CHANGELOG.md," \
 	"got the tag $(TAG) and the heading '$$(grep -m 1 '^## ' CHANGELOG.md)'" >&2; exit 1; }
