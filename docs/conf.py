@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import variable_batch_size as vbs
 
@@ -47,3 +49,24 @@ html_css_files = ["site.css"]
 html_title = "variable_batch_size"
 html_theme_options = {"navigation_with_keys": True}
 copybutton_exclude = ".linenos, .gp, .go"
+
+# Pages link to these paths, which GitHub shows; on the site they are pages, or files to download.
+OUTSIDE = {
+    "../benchmarks/NOTEBOOK.md": "notebook.md",
+    "../benchmarks/RESULTS.md": "path:../benchmarks/RESULTS.md",
+    "RESULTS.md": "path:../benchmarks/RESULTS.md",  # as the notebook links to it, beside which it lies
+    "../CONTRIBUTING.md": "contributing.md",
+    "../variable_batch_size/rules": "api.md#rules",
+}
+
+
+def link_to_pages(app: Any, *event: Any) -> None:
+    """Replace the targets of links to `OUTSIDE` in the text of a page, or of a file that a page includes."""
+    source: list[str] = event[-1]
+    source[0] = re.sub(r"(?<=\]\()[./\w]+", lambda path: OUTSIDE.get(path[0], path[0]), source[0])
+
+
+def setup(app: Any) -> None:
+    """Register what changes the pages."""
+    app.connect("source-read", link_to_pages)
+    app.connect("include-read", link_to_pages)

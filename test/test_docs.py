@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 
 import variable_batch_size as vbs
+from helpers.documented import documented
 from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
+from variable_batch_size.optim.loops.yielded_update import Update
 
 CONTROLLERS = DOCS / "_static" / "controllers.svg"
 PACKAGE = ROOT / "variable_batch_size"
@@ -57,6 +59,16 @@ ELSEWHERE = {
     "sky jobs launch": "a cloud; test_clusters.py and test_torchft.py run the files' commands",
 }  # beginning of a command that no test runs as it is -> why
 
+OBJECTS = {
+    "optimizer": vbs.CustomOptimizer,
+    "sampler": vbs.CustomSampler,
+    "update": Update,
+    "checkpoint": vbs.Checkpoint,
+    "trace": vbs.BatchTrace,
+    "scheduler": vbs.ProgressScheduler,
+    "tracker": vbs.Tracker,
+}  # name of a variable in the pages -> the class of its value
+
 
 def public_names():
     """The names of the index, and those of its modules."""
@@ -83,6 +95,16 @@ def test_the_reference_lists_every_public_name():
     text = (DOCS / "api.md").read_text()
     names = public_names() - set(vbs.testing.__all__)  # of which the page takes all
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)], "add these to docs/api.md"
+
+
+@pytest.mark.parametrize("variable", OBJECTS)
+def test_the_reference_lists_what_pages_use_of_an_object(variable):
+    kind, listed = OBJECTS[variable], {name for name, _ in documented()}
+    text = "".join(page.read_text() for page in PAGES)
+    used = {name for name in re.findall(rf"\b{variable}\.(\w+)", text) if hasattr(kind, name)}
+    used -= {name for base in kind.__mro__ if base.__module__.startswith("torch") for name in vars(base)}
+    missing = [name for name in used if f"{kind.__module__}.{kind.__name__}.{name}" not in listed]
+    assert missing == [], f"add these to the members of {kind.__name__} in docs/api.md"
 
 
 def test_each_command_runs_here_or_says_why_not():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
+from helpers.messages import all_messages, messages_in
 
 PACKAGE = Path(vbs.__file__).parent
 MODULES = sorted(
@@ -36,47 +36,22 @@ def test_messages_name_titles_of_the_documentation():
     assert {*named} <= {*re.findall(r"^#+ (.+)$", pages, re.MULTILINE)}
 
 
-def text_of(node):
-    """The static text of a string; of each placeholder, the first 12 characters of its source in braces."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.FormattedValue):
-        return f"{{{ast.unparse(node.value)[:12]}}}"
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(text_of, node.values))
-    if isinstance(node, ast.BinOp):
-        return text_of(node.left) + text_of(node.right)
-    return ""
-
-
-def messages_in(source):
-    """The line and the text of each error and warning of a module."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    for call in calls:
-        name = ast.unparse(call.func).rpartition(".")[2]
-        if name.endswith(("Error", "_error", "Warning")) or name == "warn":
-            yield call.lineno, "; ".join(filter(None, map(text_of, call.args)))
-
-
 @pytest.mark.parametrize(
     ("source", "text"),
     [
         ('raise ValueError(f"{1 + 1} of {numbers.first:.3f} " + "ab" "c")', "{1 + 1} of {numbers.firs} abc"),
         ('raise value_error("a must be > 1", 1, f"pass {b}")', "a must be > 1; pass {b}"),
         ('warnings.warn("a", UserWarning)', "a"),
+        ('raise ValueError(f"a; {REMEDY}")', "a; pass b"),
         ('print("a")', None),
     ],
 )
 def test_a_message_is_found_with_its_placeholders(source, text):
-    assert [found for _, found in messages_in(source)] == [text] * (text is not None)
+    assert [found for _, found in messages_in(source, {"REMEDY": "pass b"})] == [text] * (text is not None)
 
 
 def test_messages_are_short():
-    """At most 210 characters, the numbers and names of a training left out: the cause, and what to type."""
-    texts = {
-        f"{path.relative_to(PACKAGE)}:{line}": text
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, text in messages_in(path.read_text())
-    }
+    """At most 200 characters, the numbers and names of a training left out: the cause, and what to type."""
+    texts = dict(all_messages())
     assert len(texts) > 600
-    assert {where: (len(text), text) for where, text in texts.items() if len(text) > 210} == {}
+    assert {where: (len(text), text) for where, text in texts.items() if len(text) > 200} == {}

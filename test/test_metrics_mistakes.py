@@ -38,7 +38,7 @@ MISTAKES = [
     Mistake(
         lambda: vbs.Accumulator(training().optimizer, backend=LOCAL),
         ValueError,
-        "^an Accumulator of a training uses .*, got backend=LocalBackend; omit it",
+        "^an Accumulator for training uses .*, got backend=LocalBackend; omit it",
     ),
     Mistake(lambda: log(1, {"a": "1"}), TypeError, "^the value of a must be a number, got"),
     Mistake(lambda: log(1, {"a": torch.zeros(2)}), TypeError, "^the value of a must be a number, got"),

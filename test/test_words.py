@@ -1,4 +1,7 @@
-"""One word for one thing: habits that make pages hard to read, and names that the glossary does not have."""
+"""One word for one thing: habits that make pages hard to read, and names that the glossary does not have.
+
+Habits are looked for in the pages, in the docstrings of the reference, and in the messages of errors and warnings.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import pytest
 
 import variable_batch_size as vbs
+from helpers.documented import documented
+from helpers.messages import all_messages
 from helpers.pages import DOCS, ROOT
 
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
@@ -25,6 +30,7 @@ HABITS = {
     r"\bmay be (?:a|an|the)\b": "can be",
     r"\b(?:nobody|whoever)\b": "name who",
     r"\bin the mean\b": "on average",
+    r"\b(?:that|those) of\b": "name the thing again",
     r"\bis (?:without effect|not decided)\b(?! \|)": "is ignored; the runs do not show whether",
 }  # pattern -> what to write instead
 WORDS = {
@@ -34,6 +40,8 @@ WORDS = {
     "weighted": set[str](),
     "cursor": set[str](),
     "course": set[str](),
+    "count": {"count", "counts"},  # of tokens or another denominator; samples and updates are numbers
+    "worker": set[str](),  # a process of a loader; one that trains is a rank
 }  # pieces of names for which the glossary has another word -> names that keep them, because scripts have them
 
 PIECES = re.compile(r"[A-Z]?[a-z]+")
@@ -45,16 +53,46 @@ def prose(text: str) -> str:
     return " ".join(re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`...`", text)).split())
 
 
+def habits_of(text: str) -> dict[str, tuple[str, str]]:
+    """Return each habit that a text has -> what to write instead, and the words around it."""
+    text = prose(text)
+    return {
+        match[0]: (better, text[max(0, match.start() - 40) : match.end() + 20])
+        for pattern, better in HABITS.items()
+        for match in re.finditer(pattern, text)
+    }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_has_none_of_the_habits(page):
-    text = prose(page.read_text())
-    found = {match[0]: (better, text[max(0, match.start() - 40) : match.end() + 20])
-             for pattern, better in HABITS.items() for match in re.finditer(pattern, text)}  # fmt: skip
-    assert found == {}
+    assert habits_of(page.read_text()) == {}
+
+
+def sentences_of(thing: Any) -> str:
+    """Return a docstring without its examples and the names of its arguments."""
+    return re.sub(r"^ *(?:(?:>>>|\.\.\.).*|\w+:)", "", inspect.getdoc(thing) or "", flags=re.MULTILINE)
+
+
+def test_a_docstring_of_the_reference_has_none_of_the_habits():
+    found = {name: habits_of(sentences_of(thing)) for name, thing in documented() if thing is not None}
+    assert len(found) > 250
+    assert {name: habits for name, habits in found.items() if habits} == {}
+
+
+def test_a_message_has_none_of_the_habits():
+    found = {where: habits_of(text) for where, text in all_messages()}
+    assert {where: habits for where, habits in found.items() if habits} == {}
 
 
 @pytest.mark.parametrize(
-    "sentence", ["It goes on. ", "Pass another `trace`.", "torchft raises if x.", "a training ends"]
+    "sentence",
+    [
+        "It goes on. ",
+        "Pass another `trace`.",
+        "torchft raises if x.",
+        "a training ends",
+        "its step or that of\nthe loop",
+    ],
 )
 def test_a_habit_is_found(sentence):
     assert any(re.search(pattern, prose(sentence)) for pattern in HABITS)

@@ -28,7 +28,7 @@ class Microbatch:
         samples: distinct samples that count: the weight of this microbatch in a mean; 0 for a replay.
         rows: rows of the tensor that the loader yields.
         start: position of its first sample in the order of the epoch.
-        number: of all of the update, over all ranks; a replay has that of the one it repeats.
+        number: its place in the update, over all ranks; a replay has the number of the one it repeats.
         ends_step: whether it is the last one of this rank before the update.
     """
 

@@ -112,7 +112,7 @@ def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every, ahead):
         except RuntimeError as error:
             found = re.fullmatch(
                 r"the loader reads update \d+, \d+ reads ahead of step\(\), but sizes are known up to \d+; pass "
-                r"delay=num_workers \* prefetch_factor \+ 4 \(at least (\d+)\) to AdaptiveTrace, or prefetch less",
+                r"delay=num_workers \* prefetch_factor \+ 4 \(at least (\d+)\) to AdaptiveTrace",
                 str(error),
             )
             assert found is not None
@@ -198,7 +198,7 @@ def test_a_training_with_a_fixed_trace_goes_on_with_a_controller():
     for start, match in (
         (
             None,
-            r"^a training with a fixed trace can continue with a controller if its batch size is start, got start=None",
+            r"^a run with a fixed trace can continue with a controller only if its batch size is start, got start=None",
         ),
         (9, r"^a state can be restored only with the samples .* first 33 batch sizes of the trace are not the same"),
     ):

@@ -57,7 +57,7 @@ MISTAKES = [
     Mistake(lambda: adaptive(every=0), ValueError, "^every must be an integer >= 1"),
     Mistake(lambda: adaptive(delay=2.5), TypeError, "^delay must be an integer >= 0"),
     Mistake(lambda: adaptive(64), TypeError, r"^controller must be a callable object such as PerDevice\(64\)"),
-    Mistake(lambda: sampler(delay=3), ValueError, "^delay must be > 3 in a training, got 3; pass 16"),
+    Mistake(lambda: sampler(delay=3), ValueError, "^delay must be > 3 for training, got 3; pass 16"),
     Mistake(lambda: sampler(bounds=(1, 121)), ValueError, "^the upper one of bounds must be at most the dataset's siz"),
     Mistake(lambda: sampler(multiple_of=200), ValueError, "^multiple_of must be at most the dataset's size of 120 sam"),
     Mistake(lambda: sampler(start=300), ValueError, "^start must be at most the dataset's size of 120 samples, got 30"),
@@ -69,7 +69,9 @@ MISTAKES = [
     Mistake(lambda: sampler(lambda input: True), TypeError, ANSWER),
     Mistake(lambda: sampler(lambda input: 2**60), ValueError, ANSWER),
     Mistake(lambda: sampler(lambda input: round(input.noise.sigma2)), AttributeError, r"lambda>\(\) must say what it "),
-    Mistake(lambda: sampler(Early()), ValueError, r"must return a batch size before the first estimate.*return input"),
+    Mistake(
+        lambda: sampler(Early()), ValueError, r"must also return a batch size before the first estimate.*return input"
+    ),
     Mistake(lambda: sampler(lambda input: round(math.nan)), ValueError, "^cannot convert float NaN", free=True),
     Mistake(lambda: NoiseScale(0), ValueError, "^factor must be > 0, got 0; "),
     Mistake(lambda: NoiseScale("1"), TypeError, r"^factor must be a finite number >= 0, got '1' \(str\); "),

@@ -159,7 +159,7 @@ def test_set_epoch_continues_the_epoch_under_way_and_says_what_it_skips():
     run = LoggedTraining(CASE).train(updates=3)
     run.set_epoch(0)
     assert run.sampler.state_dict()["step"] == run.optimizer.updates == 3
-    with pytest.warns(UserWarning, match=r"^set_epoch\(2\) skips 13 updates and 58 samples, which are not trained on"):
+    with pytest.warns(UserWarning, match=r"^set_epoch\(2\) skips 13 updates and 58 samples, as after a break"):
         run.set_epoch(2)
     assert run.optimizer.updates == run.sampler.state_dict()["step"] == CASE.updates[2][0].step == 16
     assert run.optimizer.samples == 7 + 3 + 12

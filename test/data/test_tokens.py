@@ -183,7 +183,7 @@ WRONG = [
     ({"lengths": [1, 2]}, "a number for each of the 3 samples, got 2"),
     ({"lengths": [1, 0, 2]}, "lengths must be >= 1, got 0 of sample 1"),
     ({"counts": [0, 0, 0]}, "counts must have a number > 0"),
-    ({"minibatch_size": 8}, "bounds a microbatch by max_tokens, got minibatch_size=, too"),
+    ({"minibatch_size": 8}, "bounds a microbatch by max_tokens, got minibatch_size= as well"),
     ({"lengths": None}, "need the lengths of the samples, got none"),
     ({"fixed_shape": True}, "microbatches of any shape, got fixed_shape=True"),
     ({"equal_rounds": True}, "microbatches of any shape, got equal_rounds=True"),

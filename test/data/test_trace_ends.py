@@ -104,7 +104,7 @@ def test_the_message_counts_up_to_the_end_of_the_training():
     assert sum(trace) == 1276
     message = (
         r"^the trace must last longer, but its 39 steps end in epoch 1, which begins at step 35, 20 samples before "
-        r'max_samples=1276; add steps \(shortened ones count\), train less, or pass on_end="stop", "hold" or "cycle"$'
+        r'max_samples=1276; add steps \(shortened ones count\), or pass on_end="stop", "hold" or "cycle"$'
     )
     with pytest.raises(ValueError, match=message):
         vbs.CustomSampler(1000, trace, 1, 0, max_samples=1276)

@@ -166,7 +166,7 @@ def test_what_is_refused():
         create_supervised_trainer(*arguments, loader=script.loader, trace=TRACE, deterministic=True)
     with pytest.raises(TypeError, match="epoch_length"):
         script.trainer.run(script.loader, max_epochs=3, epoch_length=10)
-    with pytest.raises(ValueError, match="a training continues with its 203 samples, got 4; pass the loader"):
+    with pytest.raises(ValueError, match="a run must continue with its 203 samples, got 4; pass the loader"):
         script.trainer.run(DataLoader([1, 2, 3, 4], 8, shuffle=True), max_epochs=3)
     with pytest.raises(ValueError, match=r'the position in the training under "vbs", but this one has none'):
         script.trainer.load_state_dict(Engine(lambda engine, batch: None).state_dict())

@@ -347,7 +347,7 @@ REFUSED = [
     ({"module": with_method("optimizer_step", lambda *args: args[-1]())}, r"must call optimizer.step\(closure="),
     ({"module": with_method("on_train_batch_start", lambda self, batch, i: -(i == 3))}, "updates of epoch 0 are left"),
     ({"module": Two("counted")}, r"must step by self.optimizers\(use_pl_optimizer=False\)"),
-    ({"module": Two("step first")}, r"all backwards of a training_step must run before its first step\(\)"),
+    ({"module": Two("step first")}, r"all backward passes of a training_step must run before its first step\(\)"),
     ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
     ({"data": [loader(), loader()]}, "must be one DataLoader"),
     ({"data": DataLoader(Samples(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))}, "once an epoch"),

@@ -225,8 +225,8 @@ def raising(model, batch):
 @pytest.mark.parametrize(
     ("data", "loss", "why"),
     [
-        ((sorted_classes, None), drawing, "two forwards of the same rows differ"),
-        ((sorted_classes, None), raising, "IndexError in a forward of drawn rows"),
+        ((sorted_classes, None), drawing, "two forward passes of the same rows differ"),
+        ((sorted_classes, None), raising, "IndexError in a forward pass of drawn rows"),
         ((sorted_classes, None), lambda *_: torch.tensor(torch.nan), "it is not finite"),
     ],
     ids=["draws", "raises", "nan"],
@@ -276,7 +276,7 @@ def test_a_batch_is_not_cut_along_time(caplog):
         return cross_entropy(model(batch[0].transpose(0, 1).flatten(1)[:, :WIDTH]), batch[1][0])
 
     assert checked(sorted_classes, time_is_as_long_as_the_microbatch, loss, 4) == []
-    assert "two forwards of the same rows differ" in caplog.text
+    assert "two forward passes of the same rows differ" in caplog.text
 
 
 def test_rounding_of_what_is_trained_until_nearly_0_is_silent():

@@ -40,7 +40,7 @@ def cluster(tmp_path_factory):
     """A cluster of a head, where no worker may be, and two nodes for a worker each."""
     variables = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # which a report waits for
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",  # for nodes that have gone without its notice
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",  # for nodes that have gone without its notice
         "OMP_NUM_THREADS": "1",
     }
     with ray_environment(tmp_path_factory.mktemp("ray"), **variables):

@@ -14,18 +14,19 @@ from variable_batch_size.rules.base import needs_noise
 @final
 @dataclass(frozen=True, slots=True)
 class AdaptiveTrace:
-    """The batch trace of a training whose controller chooses the batch size.
+    """A batch trace in which a controller chooses the batch size.
 
     Pass it as `trace` to `CustomSampler`, or to `simulate` in the place of a controller. The controller is asked at the
     beginning, and after each update t that is a multiple of `every`. Its answer, rounded to a multiple of `multiple_of`
-    and limited to `bounds`, is the batch size from update t + `delay` on, so that what a loader has read by then stays
-    right. In a training rank 0 asks it and the others get its answer; at the beginning and at a restart each rank asks.
+    and limited to `bounds`, is the batch size from update t + `delay` on, so that the microbatches that a loader has
+    already read keep their batch size. During training, rank 0 asks the controller and sends the answer to the other
+    ranks. At the beginning and after a restart, each rank asks it.
 
-    A training that restarts with as many ranks as before decides as if it had not stopped. With another number, or
-    another controller, the controller is asked again for the decisions that are in effect or pending. If the batch size
-    in effect changes, it does so with the first update after the restart.
+    A run that restarts with the same number of ranks makes the same decisions as if it had not stopped. With a
+    different number of ranks, or a different controller, the controller is asked again for the decisions that are in
+    effect or pending. If the batch size in effect changes, it changes at the first update after the restart.
 
-    Source: Qiao et al. 2021, arXiv 2008.12260, section 3, whose trainings choose their batch size, too.
+    Source: Qiao et al. 2021, arXiv 2008.12260, section 3, in which training also adapts its batch size.
 
     >>> from variable_batch_size.adaptive import PerDevice
     >>> AdaptiveTrace(PerDevice(60), multiple_of=32).next(ControlInput(devices=3))
@@ -37,10 +38,10 @@ class AdaptiveTrace:
         bounds: least and largest batch size, in samples; by default 1 and the size of the dataset.
         multiple_of: each batch size is a multiple of this number of samples; a controller that moves by less than half
             of it stays where it is.
-        every: number of updates between two questions; None: the controller is asked only at the beginning, and in a
-            world of another size.
-        delay: number of updates from a question to the first update with its answer; in a training, more than 3 plus
-            the updates that a loader reads ahead.
+        every: number of updates between two questions; None: the controller is asked only at the beginning, and when
+            the number of ranks has changed.
+        delay: number of updates from a question to the first update with its answer; for training, more than 3 plus the
+            number of updates that the loader reads ahead.
 
     Raises:
         TypeError: if an argument has another type.
@@ -151,6 +152,6 @@ def _explain_error(error: AttributeError | ValueError, controller: object, input
             found = f"None as {' and '.join(unknown)} ({error})"
             return AttributeError(f"{requirement}, got {found}; add what it reads to its class, or to the function")
     elif input.noise is not None and math.isnan(input.noise.sigma2) and "NaN" in str(error):  # int(nan)
-        requirement = f"{name} must return a batch size before the first estimate of the noise, too, when it is nan"
+        requirement = f"{name} must also return a batch size before the first estimate of the noise, when it is nan"
         return value_error(requirement, error, "return input.batch_size, or a first size, if it is")
     return None

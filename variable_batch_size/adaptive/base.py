@@ -50,10 +50,10 @@ class ControlInput:
 class Controller(Protocol):
     """Chooses the global batch size: a pure function.
 
-    A controller, which may be a function, may also have the attributes `needs_noise = True`, if it uses
-    `ControlInput.noise`, and `needs_throughput = True`, if it uses `ControlInput.throughput` (default: False): a
-    training measures them only then. And `check_rule(rule) -> None`, which raises if its batch sizes are not for that
-    learning-rate rule.
+    A controller, which can also be a function, can have the attributes `needs_noise = True`, if it uses
+    `ControlInput.noise`, and `needs_throughput = True`, if it uses `ControlInput.throughput` (default: False). Training
+    measures the noise and the throughput only then. A controller can also have a method `check_rule(rule) -> None`,
+    which raises an error if its batch sizes do not fit the learning-rate rule.
     """
 
     def __call__(self, input: ControlInput, /) -> int:

@@ -110,7 +110,7 @@ class DecidedTrace:
     def after_constant(cls, adaptive: AdaptiveTrace, updates: int) -> DecidedTrace:
         """Return the decisions of a training that had the constant size `start`; raise ValueError without `start`."""
         if adaptive.start is None:
-            requirement = "a training with a fixed trace can continue with a controller if its batch size is start"
+            requirement = "a run with a fixed trace can continue with a controller only if its batch size is start"
             raise value_error(requirement, "start=None", "pass the batch size that it had")
         decisions = (Decision(0, adaptive.start),)
         return cls(adaptive, _join_runs((), decisions, 0), decisions, asked=updates)
@@ -224,7 +224,7 @@ def prepare(adaptive: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
         ValueError: if the upper bound exceeds the dataset, or `delay` is too small.
     """
     if adaptive.every is not None and adaptive.delay <= ADOPTED_AFTER:
-        raise value_error(f"delay must be > {ADOPTED_AFTER} in a training", adaptive.delay, "pass 16, the default")
+        raise value_error(f"delay must be > {ADOPTED_AFTER} for training", adaptive.delay, "pass 16, the default")
     if needs_throughput(adaptive.controller):
         import_extra("scipy.optimize", "evaluation")
     return limit_to_dataset(adaptive, check_int(dataset_size, "dataset_size", 1))

@@ -29,14 +29,14 @@ class Goodput:
     size only for a goodput that is higher by more than `threshold`; of equal ones it takes the smaller batch.
 
     The batch size stays what it is, within the bounds, while the noise is not known. If the noise is known and the
-    throughput is not, the batch size doubles at each question, and at the upper bound it halves: the training measures
-    other updates, from which it learns T(B). Pollux explores so, too, with other numbers of devices, at most twice as
-    many as before.
+    throughput is not, the batch size doubles at each question, and at the upper bound it halves. These updates have
+    different batch sizes, from which the controller learns T(B). Pollux also explores in this way, but with different
+    numbers of devices, at most twice as many as before.
 
     Use when: time counts, communication takes much of it, and the rule of the learning rate is AdaScale.
     Fails when: the gain does not predict what larger batches are worth, as in language models (see `NoiseScale`), the
-    throughput was measured at other batch sizes and devices, or the batch sizes that are allowed, by the bounds of an
-    `AdaptiveTrace`, too, give a device equally large and equally many microbatches, so that T(B) is never learned.
+    throughput was measured at other batch sizes and devices, or all batch sizes that are allowed, also by the bounds of
+    an `AdaptiveTrace`, give a device the same number of microbatches of the same size, so that T(B) is never learned.
     Source: Qiao et al. 2021, arXiv 2008.12260, sections 3 and 4.1.
 
     >>> from variable_batch_size.rules.base import Noise

@@ -98,7 +98,7 @@ class NormTest:
     """Controller that raises the batch size until the norm test holds: B' = max(B, ceil(B_noise / eta^2)).
 
     The test asks whether the variance of an update's gradient, sigma^2 / B, is at most eta^2 times the squared norm of
-    the gradient. Here this is the unbiased mu^2. The papers take that of the gradient of the batch, which is
+    the gradient. Here this is the unbiased mu^2. The papers take the squared norm of the batch gradient,
     mu^2 + sigma^2 / B on average, so that their batches end at 1 - eta^2 times these. The batch size never falls, and
     stays what it is before the first estimate of the noise and while the estimate of mu^2 is not positive.
 

@@ -58,7 +58,7 @@ def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) 
         OSError: if the file cannot be read.
         ValueError: if a column is missing, a cell is not a number, or no row has the seconds of an update.
     """
-    columns = read_columns(path, (*SIZES, *RATES), "pass the scalars.csv of a training with tracker=vbs.Tracker(...)")
+    columns = read_columns(path, (*SIZES, *RATES), "pass the scalars.csv of a run with tracker=vbs.Tracker(...)")
     usable = (np.isfinite(columns) & (columns > 0)).all(axis=0)  # (rows,)
     world, size, microbatches, rate, sample_rate = columns[:, usable]
     mean_size = sample_rate / rate  # (usable rows,): samples per update since the row before

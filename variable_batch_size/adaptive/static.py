@@ -18,7 +18,7 @@ class PerDevice:
 
     Use when: devices come and go, and the microbatch is to stay.
     Fails when: there are many devices: an update is then worth less than its samples cost.
-    Source: the elastic trainings of André, Strati and Klimovic, DistributedML 2022.
+    Source: the elastic training of André, Strati and Klimovic, DistributedML 2022.
 
     >>> PerDevice(64)(ControlInput(devices=3))
     192
@@ -48,7 +48,7 @@ class ConstantBatch:
 
     Use when: the updates are to be the same whatever devices there are; it is what others are compared with.
     Fails when: there are more devices than the batch size keeps busy.
-    Source: this is what a training does without a controller.
+    Source: training without a controller does the same.
 
     >>> ConstantBatch(1024)(ControlInput(devices=3))
     1024

@@ -189,7 +189,7 @@ class Throughput:
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], minibatch_size: int | None = None) -> Throughput:
-        """Return the model that fits the updates of a training, from the `scalars.csv` of its `Tracker`.
+        """Return the model that fits the updates of a run, from the `scalars.csv` of its `Tracker`.
 
         See `fit`. The seconds of an update of each number of ranks, batch size and number of microbatches are the
         median of its rows, so that an evaluation or a save between two rows does not matter if most rows are without.
@@ -199,8 +199,8 @@ class Throughput:
         Args:
             path: the file; its columns vbs/world_size, vbs/global_batch_size, vbs/num_microbatches,
                 vbs/updates_per_second and vbs/samples_per_second.
-            minibatch_size: rows of each microbatch of a training with `fixed_shape=True`; by default, for others,
-                ceil(batch size / microbatches).
+            minibatch_size: rows of each microbatch, if the run had `fixed_shape=True`. Default: ceil(batch size /
+                microbatches), as in runs without a fixed shape.
 
         Raises:
             OSError: if the file cannot be read.

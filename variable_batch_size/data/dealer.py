@@ -157,12 +157,12 @@ class Dealer:
 
     @property
     def updates(self) -> int:
-        """The number of updates of the training so far, with those of skipped epochs, and of earlier samplers."""
+        """The number of updates of the training so far, including skipped epochs and earlier samplers."""
         return self.training.updates
 
     @property
     def samples(self) -> int:
-        """The number of samples that were trained on so far, over all ranks, with those of earlier samplers."""
+        """The number of samples that were trained on so far, over all ranks, including earlier samplers."""
         return self.training.samples
 
     @property
@@ -209,11 +209,11 @@ class Dealer:
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Move to a saved position, unless an optimizer, whose state has the position, already defines it.
 
-        The past of the trace must be that of the saved run; its future may change, with a UserWarning.
+        The past of the trace must be as in the saved run; its future may change, with a UserWarning.
 
         Args:
             state_dict: what `state_dict` has returned, in a run with any number of ranks.
-            strict: whether the samples so far must be those of the saved run.
+            strict: whether the samples so far must be as in the saved run.
 
         Raises:
             ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is
@@ -271,7 +271,7 @@ class Dealer:
         check_same_samples(state, fingerprint, batches.past_of_state(state))
         if batches.decided is None and trace != state["trace"] and self.world.rank == 0:
             warnings.warn(
-                f"The batch trace differs from that of the saved run after update {state['step']} (allowed)",
+                f"The batch trace differs from the saved run's trace after update {state['step']} (allowed)",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

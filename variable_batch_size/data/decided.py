@@ -73,7 +73,7 @@ def _reads_too_far_error(delay: int, step: int, end_step: int, ahead: int) -> Ru
     needed_delay = max(delay + 1, ahead + ADOPTED_AFTER)
     return RuntimeError(
         f"the loader reads update {step}, {ahead} reads ahead of step(), but sizes are known up to {last_known}; pass "
-        f"delay=num_workers * prefetch_factor + 4 (at least {needed_delay}) to AdaptiveTrace, or prefetch less"
+        f"delay=num_workers * prefetch_factor + 4 (at least {needed_delay}) to AdaptiveTrace"
     )
 
 

@@ -30,7 +30,7 @@ class EvaluationSampler(Sampler[list[int]]):
     `Accumulator(sampler)`, which are exact.
 
     The models of the ranks must be the same: the running statistics of batch normalization are each rank's own, so call
-    `broadcast_parameters(model)` before the evaluation, which copies those of rank 0.
+    `broadcast_parameters(model)` before the evaluation, which copies them from rank 0.
 
     The n samples are split into ceil(n / `minibatch_size`) batches whose sizes differ by at most one; or, with a fixed
     shape, into full ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so
@@ -39,7 +39,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
     Args:
         dataset_size: number of samples in the dataset, or the dataset.
-        num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
+        num_replicas: number of ranks. Default, together with `rank`: from `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
         minibatch_size: maximum number of rows of a batch. With a fixed shape, numbers with many divisors, such as
             powers of two, need the fewest partial batches.

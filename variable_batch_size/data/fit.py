@@ -98,8 +98,8 @@ def find_minibatch_size(
 
     Only what a trial allocates is counted: pass `optimizer_fn` to include the state of the optimizer (it steps once
     between the two microbatches), and leave room for another copy of the gradients if the noise is measured, as
-    AdaScale does. On a CPU the operating system may kill the process instead of raising: pass a `limit` there. Every
-    rank of a training must use the same size, the smallest that its devices hold.
+    AdaScale does. On a CPU, the operating system can kill the process instead of raising an error: pass a `limit`
+    there. Every rank must use the same size, the smallest that fits on all devices.
 
     Args:
         model_fn: creates the model, on its device.
@@ -206,13 +206,13 @@ def elastic(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = 
     shape: `CustomSampler(..., minibatch_size=batch_size)` computes exactly this batch, also if it is not a multiple of
     steps x batch_size x gpus.
 
-    Source: the arguments and results are those of Run:AI's elasticity module for PyTorch.
+    Source: the arguments and results are as in Run:AI's elasticity module for PyTorch.
 
     Args:
         global_batch_size: samples of an update.
         max_gpu_batch_size: samples of a microbatch that the memory of a GPU holds, see `find_minibatch_size`.
-        gpus: number of GPUs. Default: the number of ranks, if there are several, otherwise that of the accelerators
-            which this process sees, at least 1.
+        gpus: number of GPUs. Default: the number of ranks, if there are several, otherwise of accelerators that
+            this process sees, at least 1.
 
     Raises:
         TypeError: if an argument is not an integer.

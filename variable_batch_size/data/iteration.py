@@ -131,6 +131,5 @@ class Iteration:
             where_in_step = f", before its microbatch {state_dict['round']}" if state_dict["round"] else ""
             raise RuntimeError(
                 f"the loader was saved at {position}{where_in_step}, but the optimizer is at {due}; save both when "
-                "optimizer.step() has returned True, with snapshot_every_n_steps=1, and restore the optimizer before "
-                "iterating"
+                "optimizer.step() has returned True, with snapshot_every_n_steps=1, and restore the optimizer first"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence, Sized
 from typing import Any, NoReturn, final
 
@@ -24,6 +25,14 @@ from variable_batch_size.data.plan.shuffle import order
 from variable_batch_size.data.tokens.budget import budget_of
 from variable_batch_size.data.tokens.token_batches import TokenBatches
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
+
+
+def collecting_error(batch_size: int | None) -> ValueError:
+    """Return the error of a `DataLoader` that has a `CustomSampler` as `sampler=`."""
+    return ValueError(
+        f"a CustomSampler yields whole microbatches, but the loader has it as sampler=, and collects "
+        f"batch_size={batch_size} of them; pass it as batch_sampler=, and no batch_size, shuffle or drop_last"
+    )
 
 
 def number_of_samples(dataset: object) -> Any:
@@ -53,20 +62,20 @@ class CustomSampler(Dealer, Sampler[list[int]]):
     ceil(B / `minibatch_size`) microbatches in every world; with a fixed shape, full ones and a rest in which samples
     are repeated. A rank without a share replays a microbatch, which `CustomOptimizer` weighs with 0.
 
-    Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
+    Every microbatch must reach `optimizer.step()`, in order. To resume a run, call `load_state_dict`; never skip
     microbatches.
 
     Args:
         dataset_size: number of samples in the dataset, or the dataset: then eight of its rows, or the indices of a
-            `Subset`, are compared between ranks before the first update, and with those of a restored state.
+            `Subset`, are compared between ranks before the first update, and with a restored state.
         trace: path of a CSV file, `BatchTrace`, batch sizes, one batch size, or a schedule `"0:128 2000:256"`, or
             `"0:128 60:640 epochs"`; global batch sizes, in samples. Or an `AdaptiveTrace`, whose controller chooses
             them: the length of an epoch is an estimate then, as if the last batch size stayed.
-        num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
+        num_replicas: number of ranks. Default, together with `rank`: from `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
         minibatch_size: maximum number of rows of a microbatch. Default: 32, or any number with `lengths`.
         seed: seed of the shuffle, the same on every rank; 0 <= seed < 2**64.
-        shuffle: whether the order of an epoch is a permutation drawn by (seed, epoch), or that of the dataset.
+        shuffle: whether the order of an epoch is a permutation drawn by (seed, epoch), or the dataset's order.
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one; otherwise it
             is shortened.
         on_end: what follows the last step of the trace: "error", "stop", "hold" or "cycle". Default: what the trace
@@ -82,8 +91,9 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             are equal, the ranks have microbatches of unequal sizes. Where the result depends on the cut, and with a
             fixed shape, whole microbatches are dealt in this way; there, equal rounds leave speeds without effect. A
             run may resume with other speeds.
-        reproducible: whether updates are the same to the last bit in any world, see "To the last bit" in the
-            documentation: the cut into microbatches is that of one rank, and belongs to the promise.
+        reproducible: whether updates are bitwise identical on any number of ranks, see "To the last bit" in the
+            documentation. Each update is then divided into the microbatches of a run on one rank, and the result
+            depends on this division.
         epochs: number of epochs that will be trained, if known: `vbs.remaining_epochs` ends after them. A trace with
             `on_end="error"` that ends before them, or before `max_updates` or `max_samples`, raises now.
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
@@ -147,7 +157,7 @@ class CustomSampler(Dealer, Sampler[list[int]]):
             raise value_error("max_tokens=, counts= and pad= need the lengths of the samples", "none", "pass lengths=")
         if lengths is not None:
             if minibatch_size is not None:
-                raise value_error("lengths= bounds a microbatch by max_tokens", "minibatch_size=, too", "omit it")
+                raise value_error("lengths= bounds a microbatch by max_tokens", "minibatch_size= as well", "omit it")
             budget = budget_of(lengths, max_tokens, counts, check_int(number, "dataset_size", 1), pad=pad)
             size, minibatch_size = budget.total, budget.max_tokens
         minibatch_size = 32 if minibatch_size is None else minibatch_size
@@ -222,7 +232,18 @@ class CustomSampler(Dealer, Sampler[list[int]]):
         )
 
     def __iter__(self) -> Iteration:
-        """Return an iterator over the rest of this epoch, from the last committed update on."""
+        """Return an iterator over the rest of this epoch, from the last committed update on.
+
+        Raises:
+            ValueError: if a `DataLoader` has this sampler as `sampler=`, and would collect several microbatches.
+        """
+        # Without this, gradients would be wrong silently. A sampler is not told who reads it: the BatchSampler of torch
+        # has an attribute batch_size, and that of torchdata gets an argument of this name.
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torchdata"):
+            names = getattr(caller.f_locals.get("self"), "__dict__", {}) | caller.f_locals
+            if isinstance(batch_size := names.get("batch_size"), int):
+                raise collecting_error(batch_size)
         return Iteration(self.training)
 
     def __len__(self) -> int:

@@ -109,7 +109,7 @@ def too_many_steps(read: int, number: int) -> RuntimeError:
     """Return the error of call `number` of `optimizer.step()` if the sampler has yielded only `read` microbatches."""
     return RuntimeError(
         f"this is step() {number}, but the optimizer's sampler has yielded {read} microbatches; pass it as "
-        "batch_sampler= to the loader (in Ignite: VariableBatchEngine), and optimizer.inner to get_state_dict()"
+        "batch_sampler= to the loader that the loop reads (in Ignite: VariableBatchEngine)"
     )
 
 

@@ -384,8 +384,8 @@ class Training:
         if skipped > 0:
             samples = batches.samples_before(position) - batches.samples_before(before)
             warnings.warn(
-                f"set_epoch({epoch}) skips {skipped} updates and {samples} samples, which are not trained on; call it "
-                f"with optimizer.epoch to continue",
+                f"set_epoch({epoch}) skips {skipped} updates and {samples} samples, as after a break in the loop over "
+                f"the loader; call it with optimizer.epoch to continue, or leave the loop over epochs as well",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )
@@ -415,7 +415,7 @@ class Training:
         """
         saved = Earlier.of(state).stage
         if saved < self.earlier.stage:
-            remedy = "restore before continue_with(), which goes on where the state was"
+            remedy = "restore before continue_with(), which continues from the restored state"
             raise value_error(f"a state of stage {self.earlier.stage} is needed here", f"one of stage {saved}", remedy)
         return saved > self.earlier.stage
 
@@ -432,7 +432,7 @@ class Training:
         self.restart(anew=True)
         log(
             f"The state is of stage {Earlier.of(state).stage}: loops of earlier stages have ended, and "
-            f"optimizer.continue_with(sampler) goes on there.",
+            f"optimizer.continue_with(sampler) continues there.",
             rank=self._batches.world.rank,
             update=self.updates,
         )
@@ -497,8 +497,8 @@ class Training:
         # After the end of an epoch, the loop has to read the next one first: a schedule or `set_epoch` may come before.
         if begins_update and self._batches.ends_epoch(position) and self.read_epoch <= position.epoch:
             raise RuntimeError(
-                f"a microbatch must be of an epoch that has begun, but all updates of epoch {position.epoch} are "
-                f"committed; read the loader first"
+                f"all updates of epoch {position.epoch} are made, but a microbatch came before the next epoch was "
+                f"begun; read it from the loader again, and not from memory"
             )
         microbatches, round_index = self.batch_of(member).microbatches, self.round_of(member) + ahead
         if round_index < len(microbatches):

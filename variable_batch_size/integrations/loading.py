@@ -99,8 +99,8 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
     loader_class: Any = type(loader)
     dataset: Any = loader.dataset
     if len(dataset) != (size := sampler.batches.dataset_size):
-        remedy = "pass the loader of the training, or begin another one"
-        raise value_error(f"a training continues with its {size} samples", len(dataset), remedy)
+        remedy = "pass the loader of this run, or start a new run"
+        raise value_error(f"a run must continue with its {size} samples", len(dataset), remedy)
     # A subclass may take **options for its base: the arguments of all constructors are copied from the attributes.
     constructors = [base for base in loader_class.__mro__ if "__init__" in vars(base)]
     parameters = {name for base in constructors for name in inspect.signature(base).parameters}

@@ -82,7 +82,7 @@ class LossCheck:
             with kept_states(), kept_attributes(owner, loader.dataset, loader.collate_fn):
                 compared = _compare(optimizer, loader, model, loss_of, **options)
         except Exception as error:  # of the user's code; the forward pass of the training raises it where it matters
-            compared = Compared(f"{type(error).__name__} in a forward of drawn rows ({str(error)[:80]})")
+            compared = Compared(f"{type(error).__name__} in a forward pass of drawn rows ({str(error)[:80]})")
         if compared.left_out:
             self.leave(optimizer, compared.left_out)
         compared.warn()

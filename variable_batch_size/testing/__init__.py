@@ -1,6 +1,6 @@
-"""Helpers for tests of a training: ranks, XLA cores on a CPU, resuming, gradients, losses and schedules.
+"""Helpers for tests of training: ranks, XLA cores on a CPU, resuming, gradients, losses and schedules.
 
-Begin with `gradient.py`: it explains the gradient of any training loop by those of the rows.
+Begin with `gradient.py`: it explains the gradient of any training loop by gradients of rows.
 """
 
 from variable_batch_size.backend.xla import launch

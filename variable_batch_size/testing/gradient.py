@@ -33,8 +33,8 @@ class GradientReport:
         exact: whether each row weighs what it has to, up to a common factor > 0.
         factor: the common factor, the mean of the absolute weights: 1, unless a loop clips, scales or sums.
         weights: of each row over what it has to weigh, without the factor, (rows,); nan if it counts nothing.
-        parts: those of parts, by name; without parts, of rows of the same weight, if those are few.
-        residual: norm of v - sum_i w_i r_i over that of v: what no weights explain.
+        parts: weights of parts by name; without parts, of rows of the same weight, if they are few.
+        residual: norm(v - sum_i w_i r_i) / norm(v): what no weights explain.
         resolution: what rounding of this precision may change: a larger residual is not explained.
         cleared: whether the step clears its gradient, before it or after it.
     """
@@ -78,17 +78,17 @@ def check_gradient(
 ) -> GradientReport:
     """Explain the gradient that a training step gives to its optimizer by the gradients of the rows of its batch.
 
-    A hook reads the gradients right before `optimizer.step()`, in any loop: with DistributedDataParallel, FSDP2, or a
-    trainer, too. Every rank calls it, with the whole batch. Layers of dropout are off meanwhile.
+    A hook reads the gradients right before `optimizer.step()`, in any loop, also with DistributedDataParallel, FSDP2,
+    or a trainer. Call it on every rank, with the whole batch. Dropout layers are off during the check.
 
     Args:
-        model: a bare model with the weights that the step begins with; it may be the one that is trained.
+        model: a model without a wrapper, with the weights before the step; it can be the model that is trained.
         loss_fn: returns the mean loss over some rows of the batch, 0-D, given a model and these rows.
         batch: all rows of the update, of all ranks: tensors whose first dimension is the rows, in a tuple or dict.
         step: runs one update of the loop, with one call of `optimizer.step()`.
         trained: the model that `step` trains, with parameters of the same names. Default: `model`.
         counts: what each row has to count, such as its tokens, (rows,). Default: all alike.
-        parts: all rows by name, each once, as those of each rank: their weights are found, where those of rows cannot
+        parts: all rows by name, each once, as each rank's rows: their weights are found, where weights of rows cannot
             be.
 
     Raises:

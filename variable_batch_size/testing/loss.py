@@ -28,9 +28,9 @@ _ROUNDING: Final = np.array([1e-6, 1e-5])  # relative to the largest loss and gr
 _DIRECTIONS: Final = 8  # random directions in which gradients are compared
 _SCALE: Final = 2.0**12  # by which losses are multiplied: gradients may be too small for float16
 REMEDY: Final = (
-    'return the sum of what it averages, such as tokens, pass reduction="sum" to the optimizer and how many they are '
-    f"to step(count=), {in_documentation('Means over tokens')}; a loss that compares rows with one another cannot be "
-    "cut into microbatches"
+    'pass counts= with lengths=; else return the sum of what it averages, pass reduction="sum" to the optimizer and '
+    f"how many they are to step(count=), {in_documentation('Means over tokens')}; a loss that compares rows with one "
+    "another cannot be cut into microbatches"
 )
 
 
@@ -44,7 +44,7 @@ def check_loss(
     tolerance: float | None = None,
     remedy: str = REMEDY,
 ) -> None:
-    """Warn if the loss of a batch is not the mean of those of parts of it, weighed by what their rows count.
+    """Warn if the loss of a batch is not the mean loss of its parts, weighed by what their rows count.
 
     So must be its gradient, which tells them apart where all rows have nearly the same loss. Both are computed five
     times, with the model in evaluation mode; `.grad`, modes, attributes, buffers and random numbers are as before
@@ -58,7 +58,7 @@ def check_loss(
         batch: tensors whose first dimension is the rows, in a tuple or dict; or a list of rows, for a `loss_fn` that
             collates them. One row is not compared.
         counts: what each row counts, such as its tokens, (rows,). Default: all alike.
-        reduction: "mean", or "sum" if the loss of the batch has to be the sum of those of its parts.
+        reduction: "mean", or "sum" if the loss of the batch has to be the sum over its parts.
         tolerance: the relative difference that rounding explains. Default: by dtypes and devices.
         remedy: what the warning says in the end.
 
@@ -143,7 +143,9 @@ def compare_parts(
     if not all(math.isfinite(loss.value) for loss in (expected, *part_losses)):
         return Compared("it is not finite")
     if first.value != expected.value:  # both are of all rows
-        return Compared("two forwards of the same rows differ: it draws random numbers, or changes what it depends on")
+        return Compared(
+            "two forward passes of the same rows differ: it draws random numbers, or changes what it depends on"
+        )
     shares = _weights_of_parts([weights[part].sum() for part in parts], reduction)
     by_parts = float(shares @ [loss.value for loss in part_losses])
     slopes = shares @ [loss.slopes for loss in part_losses]

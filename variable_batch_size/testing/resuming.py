@@ -28,7 +28,7 @@ def assert_resumes_identically(
     seed: int | None = None,
     rtol: float = 1e-9,
 ) -> None:
-    """Check that a training which stops at random updates and resumes in other worlds ends like one that never stops.
+    """Check that a run with random stops, resumed on different numbers of ranks, ends like one that never stops.
 
     Each part of the training builds new objects and loads `model.state_dict()` and `optimizer.state_dict()`, as after a
     restart. Ranks are threads of this process, so a model that draws from torch's global generator (dropout) cannot be

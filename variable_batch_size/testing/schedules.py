@@ -33,7 +33,7 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
     ...     check_schedule(schedule, CustomSampler(200, 60), batches=25)
     Traceback (most recent call last):
     UserWarning: a schedule must count updates, but T_max=75 is the number of batches of 3 epochs of the
-    loader, which have 12 updates; pass T_max=12, or the number of updates of the training
+    loader, which have 12 updates; pass T_max=12, or the number of all updates
     """
     plan = sampler.plan
     for name, steps in {*_lengths_in(schedule)}:
@@ -49,8 +49,7 @@ def check_schedule(schedule: Any, sampler: CustomSampler, batches: int, updates:
         if not is_right:
             warnings.warn(
                 f"a schedule must count updates, but {name}={steps} is the number of batches of {epochs} epochs of the "
-                f"loader, which have {correct} updates; pass {name}={correct}, or the number of updates of the "
-                f"training",
+                f"loader, which have {correct} updates; pass {name}={correct}, or the number of all updates",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )

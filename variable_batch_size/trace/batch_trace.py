@@ -27,7 +27,7 @@ OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class BatchTrace:
-    """The global batch size, in samples, of every step of a training: an immutable, hashable value.
+    """The global batch size, in samples, of every step of a run: an immutable, hashable value.
 
     Steps are updates, counted from 0. Create a trace by `from_csv`, `from_sizes`, `from_runs`, `constant`,
     `parse`, `ramp` or `of`. It is stored as runs of equal batch sizes, and queried by binary search.
@@ -86,7 +86,7 @@ class BatchTrace:
                 columns are ignored.
             renumber: whether to ignore the values in the column `step` and number the rows instead.
             every: what has a row: each "step", or each "change" of the batch size, from step 0 on; then the trace is
-                infinite, as that of a schedule.
+                infinite, as for a schedule.
             on_end: what follows the last step.
 
         Raises:
@@ -201,7 +201,7 @@ class BatchTrace:
             unit: what a threshold counts: "steps", "samples", "tokens" or "epochs".
             sequence_length: tokens of a sample, if the unit is tokens; t tokens are floor(t / sequence_length) samples.
             dataset_size: number of samples N of the dataset, if the unit is epochs; a `CustomSampler` knows it.
-            drop_last: that of the sampler, with which an epoch has floor(N / B) steps.
+            drop_last: as in the sampler, with which an epoch has floor(N / B) steps.
             on_end: what follows the last step.
 
         Raises:
@@ -267,7 +267,7 @@ class BatchTrace:
         Args:
             source: a BatchTrace, the path of a CSV file, a schedule string, an int (the same batch size at every step),
                 or a sequence, array, tensor or pandas Series of ints (the batch size of each step).
-            on_end: what follows the last step; None keeps that of a BatchTrace, and means "error" for other sources.
+            on_end: what follows the last step; None: as a BatchTrace has it, and "error" for other sources.
             dataset_size: of a schedule in epochs, as `drop_last`, see `parse`.
 
         Raises:
@@ -322,7 +322,7 @@ class BatchTrace:
         return self._size[self._first_step.searchsorted(step_in_trace, side="right") - 1]  # same shape as `steps`
 
     def offset(self, step: int) -> int:
-        """Return the number of samples in all steps before `step`, which may be the one after the last.
+        """Return the number of samples in all steps before `step`; `step` can also be the first one after the trace.
 
         Raises:
             TypeError, ValueError, TraceEndError: as `batch_size`, but not for the step after the last one.
@@ -411,7 +411,7 @@ class BatchTrace:
         return replace(self, _first_step=first_step, _size=size)
 
     def with_on_end(self, on_end: OnEnd) -> BatchTrace:
-        """Return the trace with the same batch sizes and another `on_end`; raise ValueError if it is none."""
+        """Return a trace with the same batch sizes and the given `on_end`. An invalid `on_end` raises a ValueError."""
         check_choice(on_end, "on_end", get_args(OnEnd))
         changed = copy.copy(self)  # the runs are the same
         vars(changed).pop("fingerprint", None)  # a cached property, which depends on `on_end`

@@ -41,11 +41,11 @@ def seed_of(stream: Literal["sample", "microbatch"], *numbers: int) -> int:
 
 @final
 class Seeded(Dataset[T], Generic[T]):
-    """A dataset whose random numbers, as those of an augmentation, depend on seed, epoch and index of a sample alone.
+    """A dataset whose random numbers, as in an augmentation, depend on seed, epoch and index of a sample alone.
 
-    The generators of torch, NumPy and `random` are seeded before each sample, and go on afterwards as they were. It is
-    read by a loader with `batch_sampler=CustomSampler(..., reproducible=True)`, with any number of workers, persistent
-    ones too.
+    The generators of torch, NumPy and `random` are seeded before each sample, and restored afterwards. Read it with a
+    loader that has `batch_sampler=CustomSampler(..., reproducible=True)` and any number of workers, also persistent
+    ones.
 
     Args:
         dataset: has a length, and `dataset[index]` for each index below it.

@@ -413,7 +413,7 @@ class Plan:
         steps, begin, what_is_missing = len(self.trace), first_step, " and ".join(missing)
         return ValueError(
             f"the trace must last longer, but its {steps} steps end in epoch {number}, which begins at step {begin}, "
-            f'{what_is_missing}; add steps (shortened ones count), train less, or pass on_end="stop", "hold" or "cycle"'
+            f'{what_is_missing}; add steps (shortened ones count), or pass on_end="stop", "hold" or "cycle"'
         )
 
     def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:

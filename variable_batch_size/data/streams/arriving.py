@@ -144,7 +144,7 @@ class ArrivingBatches(Dealer):
         key: function of an item, which returns a str or int that names it, such as the number of a rollout: ranks
             whose keys differ in an update raise an error. Each rank has its part of the same rollout then; of streams,
             those that several ranks read are compared.
-        num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
+        num_replicas: number of ranks. Default, together with `rank`: from `torch.distributed` or PyTorch/XLA.
         rank: this rank.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows, some of them repeated. Default: whether
             the parameters of the optimizer that attaches live on a device that compiles shapes, xla or tpu.

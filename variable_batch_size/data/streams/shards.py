@@ -110,8 +110,8 @@ class Shard:
             self._failed = self._failed and found_end
             if self._failed:
                 raise RuntimeError(
-                    "a stream must go on after an exception, but it has ended at once, as a generator does that has "
-                    "raised; load the state of the last checkpoint, or loop over a new iterator"
+                    "a stream must continue after an exception, but it ended at once, as a generator does after an "
+                    "exception; load the state of the last checkpoint, or loop over a new iterator"
                 )
             self.ended = found_end
             added = 0 if self.ended else int(self._count_next().sum())
@@ -310,8 +310,8 @@ class Streams:
         items = iter(()) if state["ended"] else iter(source)
         if items is source and number in self._spent and not resumes:  # iter() does not begin it again
             raise RuntimeError(
-                f"shard {number}, a {type(source).__name__}, is its own iterator and was read, but a stream must begin "
-                "anew in each pass and state; pass an iterable whose __iter__() begins it, or one with "
+                f"shard {number}, a {type(source).__name__}, is its own iterator and was read, but a stream must "
+                "restart in each pass and state; pass an iterable whose __iter__() restarts it, or one with "
                 "load_state_dict()"
             )
         if resumes or state["ended"]:
@@ -368,7 +368,7 @@ class Streams:
         elif shard.asked - asked > (interval or 1):
             sentence = (
                 f"the state of a stream must move with its rows, but {shard.asked - asked} items of shard {number}, a "
-                f"{type(source).__name__}, were read and its state_dict() is as before, so that a training which "
+                f"{type(source).__name__}, were read and its state_dict() is as before, so that a run which "
                 f"resumes reads them again; return where it is, or leave out state_dict(): used rows are skipped then"
             )
             if interval is not None:

@@ -11,6 +11,7 @@ import keras
 from torch import nn
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
+from variable_batch_size.checkpoint.checks import HyperparametersWarning
 
 
 @final
@@ -42,8 +43,8 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         values = nn.ParameterList([variable.value for variable in variables])
         self._checkpoint = Checkpoint(model=values, optimizer=model.custom_optimizer, **self._options)
         if not model.custom_optimizer.updates:
-            with warnings.catch_warnings():  # the learning rate of the script counts, which Keras keeps itself
-                warnings.filterwarnings("ignore", "The script has other hyperparameters")
+            with warnings.catch_warnings():  # it advises optimizer.param_groups; in Keras a callback sets the rate
+                warnings.simplefilter("ignore", HyperparametersWarning)
                 self._checkpoint.restore()
         return self._checkpoint  # type: ignore[no-any-return]
 

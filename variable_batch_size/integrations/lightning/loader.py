@@ -39,7 +39,7 @@ class StrategyLoader:
         if self._lightning.current_epoch - first.epoch > self._ahead:
             raise RuntimeError(
                 f"an epoch must begin where the last one ends, but updates of epoch {first.epoch} are left; return no "
-                f"-1 from on_train_batch_start, and set trainer.should_stop to end a training"
+                f"-1 from on_train_batch_start, and set trainer.should_stop to end the run"
             )
         for optimizer in others:
             optimizer.set_epoch(first.epoch)

@@ -281,8 +281,8 @@ class VariableBatch(ParallelStrategy):
         """Run a backward by the optimizer, which weighs the loss where that is needed."""
         if any(wrapped.microbatch != self._microbatch for wrapped in self._wrapped):  # one has counted this microbatch
             raise RuntimeError(
-                "all backwards of a training_step must run before its first step(), which changes weights only at the "
-                "end of an update, but one ran after a step(); call manual_backward() for every loss first"
+                "all backward passes of a training_step must run before its first step(), which changes weights only "
+                "at the end of an update, but one ran after a step(); call manual_backward() for every loss first"
             )
         if len(self._wrapped) > 1 or is_overridden("backward", self._module):
             return super().backward(closure_loss, optimizer, *args, **kwargs)

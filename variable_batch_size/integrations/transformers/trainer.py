@@ -108,7 +108,7 @@ class VariableBatchMixin(Base):
         """
         if not isinstance(dataloader, TrainerLoader):
             remedy = "override it in a class below: class Mine(VariableBatchMixin, TrainerWithALoader)"
-            raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
+            raise type_error("the loader must come from VariableBatchMixin", dataloader, remedy)
         sum_in_float32(self.accelerator)
         self._loader, sampler, epochs, updates = dataloader, dataloader.sampler, maxsize, args.max_steps
         self._epochs = epochs
