@@ -107,7 +107,7 @@ def run(
             trained = _run_on_ray(first, options, jobs, address)
         else:
             trained = _run_here(first, options, jobs or 1)
-        bar = tqdm(total=len(planned), initial=len(planned) - len(left), unit="cell", disable=not progress, smoothing=0)
+        bar = tqdm(total=len(planned), initial=len(planned) - len(left), unit="run", disable=not progress, smoothing=0)
         with bar, closing(trained):  # type: ignore[type-var]
             for line in trained:
                 for cell in groups[left[line["key"]].training]:
