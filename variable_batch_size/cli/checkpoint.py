@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from variable_batch_size.checkpoint.folder import Folder
 
 _REQUIREMENT = "FOLDER must be the folder of a run with checkpoints, or a checkpoint"
-_RATE_STATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
+_SCALING = ("rule", "ref_batchsize", "progress")  # of the state of an optimizer
 
 app = typer.Typer(cls=Commands, help="Checkpoints: what they hold, and whether they are intact.", no_args_is_help=True)
 
@@ -114,8 +114,12 @@ def _show_states(facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
 def _learning_rates(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the learning rates of a checkpoint before scaling, one a parameter group, and what scales them."""
     state = manifest["state"].get("optimizer", {})
-    scaling = {name: value for name, value in state.get("vbs", {}).items() if name in _RATE_STATES}
-    return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **scaling}
+    ours = state.get("vbs", {})
+    facts = {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())]}
+    facts |= {name: ours[name] for name in _SCALING if name in ours}
+    if last := ours.get("last_rates"):  # of the first group
+        facts |= {"last_lr": last["reference_lr"] * last["lr"], "last_lr_factor": last["lr"]}
+    return facts
 
 
 def _has_all_bytes(checkpoints: Folder, name: str, ranks: list[dict[str, Any]]) -> bool:

@@ -71,7 +71,7 @@ class ProgressScheduler:
         if not isinstance(optimizer, CustomOptimizer):
             raise TypeError(
                 f"the optimizer must be the vbs.CustomOptimizer whose updates are counted, got "
-                f"{type(optimizer).__name__}; pass the wrapper"
+                f"{type(optimizer).__name__}; pass a torch scheduler and then the wrapper"
             )
         self._scheduler = _check_scheduler(scheduler, optimizer)
         if by not in get_args(By):
