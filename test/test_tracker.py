@@ -158,22 +158,54 @@ def test_a_collected_tracker_closes_its_files(tmp_path):
     assert scalars(tmp_path) == [(1, "value", 0.5)]
 
 
-def test_resuming_from_an_earlier_update_replaces_later_rows(tmp_path):
+@pytest.mark.parametrize("noted", [None, 0, 3, 4])
+def test_resuming_from_an_earlier_update_replaces_later_rows(noted, tmp_path):
+    """Those up to the restored update keep their values, also if the loop repeats what it logs at that update."""
     with vbs.Tracker(tmp_path) as tracker:
         run = training(tracker=tracker, log_steps=1).run(3)
         state = run.optimizer.state_dict()
         run.run(4)
-    first = (tmp_path / "scalars.csv").read_text().splitlines()
+    first = pd.read_csv(tmp_path / "scalars.csv", index_col="update")
     with vbs.Tracker(tmp_path) as tracker:
         run = training(minibatch_size=8, tracker=tracker, log_steps=1)
         run.optimizer.load_state_dict(state)
+        if noted is not None:
+            tracker.log(noted, {"noted": 1})
         run.run(2)
-    second = (tmp_path / "scalars.csv").read_text().splitlines()
-    assert second[:4] == first[:4]
-    assert [line.split(",")[0] for line in second] == ["update", "1", "2", "3", "4", "5"]
-    assert second[4] != first[4]  # another number of microbatches
+    second = pd.read_csv(tmp_path / "scalars.csv", index_col="update")
+    assert [*second.index] == [*range(0 if noted == 0 else 1, 6)]
+    pd.testing.assert_frame_equal(second.loc[1:3, first.columns], first.loc[1:3], check_dtype=False)
+    microbatches = "vbs/num_microbatches"
+    assert second.loc[4, microbatches] != first.loc[4, microbatches]  # the run has larger ones
+    assert noted is None or second["noted"].dropna().to_dict() == {noted: 1}
     assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [4]  # TensorBoard's purge
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_an_interrupt_while_a_device_is_read_loses_no_row(tmp_path):
+    tracker, answers = vbs.Tracker(tmp_path), iter([KeyboardInterrupt(), 2.0, 3.0])
+
+    def read():
+        if isinstance(answer := next(answers), KeyboardInterrupt):
+            raise answer
+        return {"loss": answer}
+
+    tracker.log_later(1, read)
+    tracker.log_later(2, read)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.write_pending(9)
+    tracker.close()
+    assert (tmp_path / "scalars.csv").read_text() == "update,loss\n1,2.0\n2,3.0\n"
+
+
+def test_what_is_logged_after_close_is_added(tmp_path):
+    tracker = vbs.Tracker(tmp_path)
+    tracker.log(1, {"loss": 2.0})
+    tracker.close()
+    tracker.log(1, {"accuracy": 0.5})
+    tracker.close()
+    assert (tmp_path / "scalars.csv").read_text() == "update,loss,accuracy\n1,2.0,0.5\n"
+    assert not [event for event in events(tmp_path) if event.HasField("session_log")]
 
 
 @pytest.mark.parametrize("log_steps", [1, 3])

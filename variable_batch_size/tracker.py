@@ -58,34 +58,33 @@ class _WrittenTable(NamedTuple):
 class ScalarsFile:
     """A CSV file with one row for each update and one column for each tag; a cell without a value is empty.
 
-    Rows are appended. Only a new column, an update before the last one, or other values of the last one that take less
-    space, write the file anew.
-
-    An existing file is continued: the first values of an update after 0 drop its rows from that update on. Update 0
-    drops nothing, because hyperparameters are logged there at each start.
+    An existing file is continued. Rows are appended. Only a new column, an update before the last one, or other values
+    of the last one that take less space, write the file anew.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         columns, rows = read_scalars(path)
-        self._continued = bool(rows)  # whether the file may have rows of an earlier run that this one makes again
+        self.continued = bool(rows)  # whether the file had rows, of an earlier run
         self._table = self._write_anew(columns, rows)
         self._known = True  # whether `_table` describes the file; not after an interrupt of `add`
+
+    def drop_after(self, update: int) -> None:
+        """Drop the rows after an update."""
+        columns, rows = read_scalars(self._path)
+        self._replace(columns, [row for row in rows if int(row["update"]) <= update])
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write the values of an update to its row, beside those that the row has already."""
         cells = {"update": str(update), **{tag: str(value) for tag, value in scalars.items()}}
         if not self._known:
             self._replace(*read_scalars(self._path))
-        if self._continued and update > 0:  # a resumed run makes these updates again
-            self._replace(self._table.columns, [row for row in self._rows() if int(row["update"]) < update])
-            self._continued = False
         _, columns, start, last = self._table
         last_update = int(last["update"]) if last else update - 1
         row = last | cells if update == last_update else cells
         is_longer = update > last_update or len(_line(columns, row)) >= len(_line(columns, last))
         if update < last_update or not is_longer or not row.keys() <= {*columns}:  # change the whole file
-            rows = {int(row["update"]): row for row in self._rows()}
+            rows = {int(row["update"]): row for row in read_scalars(self._path)[1]}
             rows[update] = rows.get(update, {}) | cells
             columns = [*columns, *(tag for tag in cells if tag not in columns)]
             self._replace(columns, [rows[number] for number in sorted(rows)])
@@ -95,9 +94,6 @@ class ScalarsFile:
     def close(self) -> None:
         """Close the file."""
         self._table.file.close()
-
-    def _rows(self) -> list[dict[str, str]]:
-        return read_scalars(self._path)[1]
 
     def _write_last(self, start: int | None, row: dict[str, str]) -> None:
         """Write a row over the last one, which begins at `start`, or append it if that is None."""
@@ -182,25 +178,28 @@ class EventsFile:
 
     Args:
         logdir: the folder.
-        purge_step: the update at which a resumed run begins: TensorBoard hides the events of earlier runs from it on.
-            None: nothing is hidden.
     """
 
-    def __init__(self, logdir: Path, purge_step: int | None) -> None:
+    def __init__(self, logdir: Path) -> None:
         from tensorboardX.event_file_writer import EventsWriter  # sets an environment variable when it is imported
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import custom_scalars, scalar
 
         self._event, self._scalar = Event, scalar
         self._tags: dict[str, str] = {}  # tag -> as TensorBoard allows it
-        self._logdir, self._update = logdir, purge_step or 0
+        self._logdir, self._update = logdir, 0
         self._disk_is_full = False
         self._last_flush = -math.inf  # seconds of the monotonic clock
         # The name of the file ends with nanoseconds, so that two runs that begin in one second have two files.
         self._writer = EventsWriter(str(logdir / "events"), f".{time.time_ns()}")
-        if purge_step is not None:  # the event START tells TensorBoard to purge
-            self._writer.write_event(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
         self._writer.write_event(Event(wall_time=time.time(), summary=custom_scalars(_LAYOUT)))
+
+    def hide_after(self, update: int) -> None:
+        """Let TensorBoard hide the events of earlier runs after an update."""
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        event = self._event(step=update + 1, session_log=SessionLog(status=SessionLog.START))
+        self._write_unless_full(self._writer.write_event, event)
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write the finite values of an update as one event; every half minute the events go to the disk."""
@@ -247,7 +246,7 @@ class Tracker:
     Files are opened at the first `log`, which an optimizer calls on rank 0 only; on other ranks, the `tracker` of an
     optimizer writes nothing. Call `close()` at the end, or use it in a `with` statement: rows of the last updates wait
     for a device until then. A run that resumes from an earlier update in the same folder or process replaces the rows
-    after that update, at the first `log` of an update after 0.
+    after that update. Without an optimizer that loads a state, the first update after 0 replaces the rows from it on.
 
     Args:
         logdir: folder of the files. Default: no files are written.
@@ -260,6 +259,8 @@ class Tracker:
         self._progress = progress
         self._files: tuple[EventsFile, ScalarsFile] | None = None
         self._close_files: Finalize | None = None
+        self._restored: int | None = None  # the update after which rows of an earlier run are dropped; None: not known
+        self._replaces = True  # whether the run may make updates again that the files have
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
         self._latest: dict[str, float] = {}  # tag -> the last value
@@ -304,10 +305,18 @@ class Tracker:
         if self.logdir is None:
             return
         if self._files is None:
-            self._files = self._open_files(self.logdir, update)
+            self.logdir.mkdir(parents=True, exist_ok=True)
+            table = ScalarsFile(self.logdir / SCALARS)
+            self._files = EventsFile(self.logdir), table
+            self._replaces &= table.continued
             # If the user does not call close(): a process started by multiprocessing does not run atexit handlers.
             self._close_files = Finalize(self, _close_files_of, self._files, exitpriority=0)
         events, table = self._files
+        if self._replaces and (update > 0 or self._restored is not None):  # hyperparameters are logged at 0
+            last = update - 1 if self._restored is None else self._restored
+            events.hide_after(last)
+            table.drop_after(last)
+            self._replaces, self._restored = False, None
         table.add(update, values)
         events.add(update, values)
 
@@ -321,11 +330,10 @@ class Tracker:
     def write_pending(self, update: int) -> None:
         """Write the scalars of `log_later` that are `DELAY` updates old, so that reading them waits for no device."""
         while self._pending:
-            oldest, read = self._pending[0]
+            oldest, _ = self._pending[0]
             if update - DELAY < oldest <= update:  # not old enough; a later one was made before a restore
                 return
-            self._pending.popleft()
-            self.log(oldest, read())
+            self._write_oldest()
 
     def show(self, epoch: int, samples: int, total: int, seconds_left: float | None = None) -> None:
         """Draw the progress bar of an epoch, with the loss, the batch size and the learning rate of the last row.
@@ -354,21 +362,28 @@ class Tracker:
         Each `state_dict()` of the optimizer does so. Otherwise TensorBoard shows an update after half a minute.
         """
         while self._pending:
-            update, read = self._pending.popleft()
-            self.log(update, read())
+            self._write_oldest()
         if self._files is not None:
             self._files[0].flush()
 
     def close(self) -> None:
         """Write what is left of `log_later`, close the files, and remove the progress bar.
 
-        A later `log` opens the files again, as a run that resumes.
+        A later `log` opens the files again, and continues them.
         """
         self.flush()
         self._close_bar()
         close, self._close_files, self._files = self._close_files, None, None
         if close is not None:
             close()
+
+    def rewind(self, update: int | None) -> None:
+        """Close the files; the next `log` drops the rows after this update, from which a restored run continues.
+
+        None: not known; it drops the rows from its own update on.
+        """
+        self.close()
+        self._replaces, self._restored = True, update
 
     def __enter__(self) -> Tracker:
         return self
@@ -378,22 +393,20 @@ class Tracker:
     ) -> None:
         self.close()
 
+    def _write_oldest(self) -> None:
+        """Write the oldest row of `log_later`; one that an interrupt stops is still there for the next call."""
+        update, read = self._pending.popleft()
+        try:
+            self.log(update, read())
+        except KeyboardInterrupt:
+            self._pending.appendleft((update, read))
+            raise
+
     def _close_bar(self) -> None:
         """Remove the progress bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    @staticmethod
-    def _open_files(logdir: Path, update: int) -> tuple[EventsFile, ScalarsFile]:
-        """Open the files of a folder, or continue those of an earlier run.
-
-        If `update`, the first that is logged, is not 0, TensorBoard hides the events of the earlier run from it on.
-        """
-        logdir.mkdir(parents=True, exist_ok=True)
-        resumed = update > 0 and (logdir / SCALARS).exists()
-        table = ScalarsFile(logdir / SCALARS)
-        return EventsFile(logdir, update if resumed else None), table
 
 
 def _checked_number(tag: str, value: Any) -> float:

@@ -106,9 +106,9 @@ class Reporter(LoopStage):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next row replace the rows from its update on, because these updates are made again."""
-        if self._tracker is not None:
-            self._tracker.close()  # the next row opens its files again, as in a new process
+        """Let the next row drop the rows after the restored update, because those updates are made again."""
+        if self._tracker is not None:  # where ranks come and go, others may log until this one leads
+            self._tracker.rewind(None if self._backend.elastic else self._training.updates)
         self._begin = self._last = None
 
     @property
