@@ -269,3 +269,14 @@ def test_a_save_before_the_step_of_the_schedule_warns():
         scheduler.state_dict()
     scheduler.step()
     scheduler.state_dict()
+
+
+def test_a_save_after_a_skipped_update_does_not_warn():
+    """Its `step()` is False, so that the loop calls no step of the schedule, which the next update's catches up."""
+    run = training(sizes=(4,), minibatch_size=4, skip_grad_norm=1e-9)
+    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
+    for indices in run.microbatches(3):
+        if run.step(indices):
+            scheduler.step()
+    assert run.optimizer.skipped == 2  # the first one is never skipped
+    scheduler.state_dict()
