@@ -18,8 +18,10 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, save_checkpoint, start, updates
 from helpers.reference import training
 from variable_batch_size.checkpoint import tensor_file, writer
+from variable_batch_size.checkpoint.saving import Saver
 from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.checkpoint.write_thread import WriteThread
+from variable_batch_size.testing import run_ranks
 
 
 def test_an_interrupt_after_the_json_leaves_no_checkpoint_without_tensors(tmp_path, monkeypatch):
@@ -75,6 +77,7 @@ import dis, itertools, sys
 from functools import partial
 from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.checkpoint.write_thread import WriteThread
+from variable_batch_size.testing import run_ranks
 from variable_batch_size.checkpoint.writer import Writer
 
 left, last = 0, {}  # instants; the last instruction of each frame
@@ -149,6 +152,7 @@ ENDS = """
 import _thread, atexit, gc, multiprocessing, sys, time
 from functools import partial
 from variable_batch_size.checkpoint.write_thread import WriteThread
+from variable_batch_size.testing import run_ranks
 
 def say(text):
     time.sleep(0.1)
@@ -250,6 +254,51 @@ def test_a_close_waits_for_a_write_whose_save_was_interrupted(tmp_path, monkeypa
     try:
         saves.close()
         assert updates(tmp_path) == [1]
+    finally:
+        waits.set()
+
+
+def test_ranks_whose_save_was_interrupted_restore_together(tmp_path, monkeypatch):
+    """Also where only one of them has begun to write."""
+    write, submit, wait, to_json = tensor_file.write, WriteThread.submit, WriteThread.wait, Saver._json_of_other_rank
+    waits, saved = threading.Event(), []
+
+    def write_late(*arguments):
+        assert waits.wait(100)
+        return write(*arguments)
+
+    def note_wait(thread):
+        waits.set()
+        return wait(thread)
+
+    def interrupt(thread, work):
+        waits.clear()
+        submit(thread, work)
+        raise KeyboardInterrupt
+
+    def interrupt_second(saver, state):
+        saved.append(state)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        return to_json(saver, state)
+
+    def train(backend):
+        run = training(backend=backend).run(1)
+        saves = checkpoint(tmp_path, run, keep=9)
+        saves.save()
+        run.run(1)
+        with pytest.raises(KeyboardInterrupt):
+            saves.save(wait=False)
+        assert saves.restore()
+        saves.close()
+        return run.optimizer.updates
+
+    monkeypatch.setattr(tensor_file, "write", write_late)
+    monkeypatch.setattr(WriteThread, "wait", note_wait)
+    monkeypatch.setattr(WriteThread, "submit", interrupt)
+    monkeypatch.setattr(Saver, "_json_of_other_rank", interrupt_second)
+    try:
+        assert run_ranks(train, 2) == [2, 2]
     finally:
         waits.set()
 

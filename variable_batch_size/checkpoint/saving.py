@@ -61,6 +61,7 @@ class Saver:
         self._saves = 0
         self._per_rank = compare.PerRank()  # what has differed between ranks since the last full comparison
         self._warned_of_rounding = False
+        self._begun = False  # whether a save has begun, on every rank, that they may not all have finished
         # The name of the last save and the values reported with it, until all ranks know that it was written.
         self._unfinished: tuple[str, dict[str, Any]] | None = None
 
@@ -79,6 +80,7 @@ class Saver:
             RuntimeError: on every rank, if the state cannot be saved on one of them, or the ranks differ in what they
                 share.
         """
+        self._begun = True
         # Collect: every rank does, which also makes lazy devices compute pending tensors.
         world, collected = self._agreement.world, list[_Collected]()
         in_full = world.size > 1 and self._saves % COMPARED_EVERY == 0
@@ -144,13 +146,15 @@ class Saver:
         self._unfinished = name, reported
         if wait:
             self._agreement.run_on_all(_SAVE, self._tidy)
+            self._begun = False
         return name
 
     def finish_pending(self, call: str) -> None:
         """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank."""
-        if self._unfinished is not None or self.thread.busy:  # busy alone: an interrupt has ended the save
+        if self._begun:  # equal on all ranks, also where an interrupt has ended the save at another line on each
             self._run_on_all(call, self.thread.wait)
             self._agreement.run_on_all(call, self._tidy)
+            self._begun = False
 
     def finish_alone(self) -> None:
         """Wait for the write of this rank, after an exception that other ranks may not have; an error is a warning."""
