@@ -32,7 +32,7 @@ def test_a_training_writes_its_events_on_rank_0(tmp_path):
     restore_checkpoint(tmp_path, later)
     Events(Storage(tmp_path), World(1, 2)).add("start", 0)
     found = [(line["event"], line["update"]) for line in events.read_events(Storage(tmp_path))]
-    assert found[:4] == [("start", 0), ("save", 2), ("save", 4), ("end", 5)]
+    assert found[:5] == [("start", 0), ("progress", 1), ("save", 2), ("save", 4), ("end", 5)]
     assert found[-2:] == [("restore", 4), ("end", 4)]
     done = execute("vbs", "goodput", str(tmp_path), "--json")
     assert json.loads(done.stdout)["saves"] == 2
@@ -51,20 +51,23 @@ def test_a_line_without_its_numbers_is_left_out(change, tmp_path):
 
 
 NOW = 10_000.0  # seconds
+START, FIRST = ("start", 0, 0), ("progress", 1, 1)  # event, seconds, update
 
 
 @pytest.mark.parametrize(
     ("lines", "lost"),
     [
         ([], (0, 0)),
-        ([("start", 0, 0), ("save", 120, 400)], (0, 200)),  # at its pace in a minute
-        ([("start", NOW - 126, 0), ("save", NOW - 6, 400)], (0, 20)),  # in the time since then
-        ([("start", 0, 0, 7), ("save", 120, 400)], (0, 7)),  # by its interval
-        ([("start", 0, 0), ("save", 50, 5), ("save", 51, 10), ("save", 60, 405)], (5, 2639)),  # it began slowly
-        ([("start", 0, 0), ("save", 120, 400), ("end", 130, 410)], (10, 10)),
-        ([("start", 0, 0), ("save", 9, 450), ("start", 20, 0), ("restore", 30, 400), ("progress", 90, 407)], (7, 14)),
-        ([("start", 0, 0), ("save", 120, 450), ("start", 300, 0), ("end", 301, 0)], (50, 275)),  # it restored nothing
-        ([("start", 0, 0), ("restore", 5, 400)], (0, None)),
+        ([START, FIRST, ("save", 134, 400)], (0, 180)),  # at its pace in a minute
+        ([("start", NOW - 140, 0), ("skip", NOW - 139, 1), ("save", NOW - 6, 400)], (0, 18)),  # in the time since then
+        ([(*START, 7), FIRST, ("save", 134, 400)], (0, 7)),  # by its interval
+        ([START, FIRST, ("save", 50, 5), ("save", 51, 10), ("save", 60, 405)], (5, 2639)),  # it began slowly
+        ([START, ("save", 120, 400), ("end", 130, 410)], (10, 10)),
+        ([START, ("save", 9, 450), ("start", 20, 0), ("restore", 30, 400), ("progress", 31, 401)], (1, 61)),
+        ([START, FIRST, ("save", 134, 450), ("start", 300, 0), ("end", 301, 0)], (50, 253)),  # it restored nothing
+        ([START, ("restore", 5, 400)], (0, None)),
+        ([START, ("save", 120, 400), ("save", 240, 410)], (10, None)),  # step() was not called
+        ([(*START, 7), ("progress", 120, 400), ("progress", 240, 410)], (10, None)),  # it was called once an epoch
     ],
     ids=str,
 )
@@ -90,17 +93,19 @@ def test_a_restore_in_the_same_run_knows_what_it_loses(tmp_path, caplog):
             assert told(caplog)[-1].endswith(f"lost {lost} updates.")
 
 
-def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path, caplog):
+@pytest.mark.parametrize(("steps", "more"), [(True, r"to about \d+"), (False, "or more")])
+def test_a_run_that_was_killed_may_have_made_more_updates(steps, more, tmp_path, caplog):
     run = training()
     saves = checkpoint(tmp_path, run)
     for _ in range(2):
         run.run(1)
+        assert not (steps and saves.step())
         saves.save()
     saves._folder.writer._stop()  # as the end of a process does
     truncate_state(path_of(tmp_path, 2))
     with checkpoint(tmp_path, training()) as later, pytest.warns(RuntimeWarning, match="restoring update-00000001-"):
         assert later.restore()
-    assert re.search(r"lost 1 to \d+ updates\.$", told(caplog)[-1])
+    assert re.search(rf"lost 1 {more} updates\.$", told(caplog)[-1])
     (restored,) = [line for line in events.read_events(Storage(tmp_path)) if line["event"] == "restore"]
     assert (restored["lost"], restored["damaged"]) == (1, "update-00000002-0001-2-1")
 

@@ -362,9 +362,8 @@ class Checkpoint:
             line += f"stage {optimizer.stage}, "
         line += f"update {updates}, epoch {optimizer.epoch}, {optimizer.samples} samples, "
         least, most = lost
-        line += f"lost {least}{'' if most in (None, least) else f' to {most}'} update{'s' if {*lost} != {1} else ''}"
-        if most is None:
-            line += " and those of the last minute before it was killed"
+        more = "" if most == least else " or more" if most is None else f" to about {most}"
+        line += f"lost {least}{more} update{'s' if {*lost} != {1} else ''}"
         line += f"; the next save deletes {', '.join(folder.left)}." if folder.left else "."
         if contents.of_ranks:
             line += f" In this world all ranks have what rank 0 had of {few_of(contents.of_ranks)}."

@@ -6,8 +6,8 @@ and: `start`: `every`, if the interval between saves is a number of updates; `re
 known to be repeated, and `seconds`; `save`: `seconds` for which updates waited, also where the write behind them fails
 later; `skip`: the gradient of the update was not finite, or, with `large`, that many updates since the last such line
 were skipped because of `skip_grad_norm` (a device that compiles graphs tells it later); `notice`: a signal that asks to
-stop; `end`: `error`, the exception with which the training ended, or "". Between them, `progress` at most once a
-minute.
+stop; `end`: `error`, the exception with which the training ended, or "". Between them, `progress` at the first
+`Checkpoint.step()` and then at most once a minute.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Events:
         with suppress(Exception):  # whatever a store raises: a training must not end because its events cannot be read
             earlier = [] if world.rank else read_events(folder)
         self._earlier = _newest_run(earlier)
-        self._last, self._skipped, self.large_told = time.monotonic(), False, 0
+        self._last, self._skipped, self.large_told = -math.inf, False, 0
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
         """Add a line about an event to the file of the folder, on rank 0; other ranks do nothing.
@@ -58,7 +58,8 @@ class Events:
             update: number of updates that were made.
             facts: further entries of the line.
         """
-        self._last = time.monotonic()
+        if event != "start":  # after which the first update is told at once
+            self._last = time.monotonic()
         if self._world.rank:
             return
         entry = {"version": VERSION, "event": event, "time": time.time(), "update": update, "world": self._world.size}
@@ -73,16 +74,18 @@ class Events:
     def lost(self, updates: int) -> tuple[int, int | None]:
         """Return between which numbers of updates the run before this one has lost, if it is restored to `updates`.
 
-        The second is None if it is not known. A run that was killed has told its progress at most a minute before, and
-        each save of `every` updates: what it made after that is bounded by both, and by its highest pace.
+        The second is about right if the run called `step()` after each update, which a line after the first one shows,
+        and was killed: it has then told its progress at most a minute before, and has saved after each `every` updates.
+        Both bound what it has made since, the minute by its highest pace. Otherwise the second is None, not known.
         """
         if not self._earlier:
             return 0, 0
-        first, last = self._earlier[0], self._earlier[-1]
+        first, last, pairs = self._earlier[0], self._earlier[-1], [*pairwise(self._earlier)]
         least = max(0, last["update"] - updates)
         if last["event"] == "end":
             return least, least
-        pairs = pairwise(self._earlier)
+        if not any(_is_told_update(*pair) for pair in pairs):
+            return least, None
         times = (  # a restore makes no updates
             (one["update"] - other["update"], one["time"] - other["time"])
             for other, one in pairs
@@ -145,6 +148,12 @@ def _newest_run(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _has_done_something(run: Sequence[dict[str, Any]]) -> bool:
     """Return whether a run has restored, saved or made updates."""
     return any(event["event"] in ("restore", "save") or event["update"] > run[0]["update"] for event in run)
+
+
+def _is_told_update(before: dict[str, Any], event: dict[str, Any]) -> bool:
+    """Return whether `Checkpoint.step()` has told of the first update of a run, after the event before it."""
+    begins = before["event"] in ("start", "restore")
+    return begins and event["event"] in ("progress", "skip") and event["update"] == before["update"] + 1
 
 
 def _is_number(value: object) -> bool:
