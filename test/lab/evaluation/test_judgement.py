@@ -361,6 +361,13 @@ def test_few_seeds_do_not_claim_that_a_rate_is_not_tuned(seeds, answer):
     assert judged(found).reference.answer == answer
 
 
+def test_few_seeds_do_not_claim_that_a_rate_is_tuned():
+    found = losses(4, constant=0.5) | {(REFERENCE, "constant", factor): noise(0.9, 4, 9) for factor in (0.5, 2.0)}
+    said = describe_reference(judged(found))
+    assert said.endswith(", other rates (0.5, 2 times) are worse, but of fewer than 5 seeds nothing is claimed.")
+    assert said.startswith("Whether the reference is tuned is not decided: at batch size ")
+
+
 def test_a_rate_that_is_better_where_it_does_not_fail_leaves_the_reference_open():
     found = losses(10, constant=0.5) | {(REFERENCE, "constant", 2.0): [*noise(0.2, 9, 9), np.nan]}
     assert judged(found).reference.answer == "open"

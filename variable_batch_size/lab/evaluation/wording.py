@@ -140,6 +140,9 @@ def describe_reference(judgement: Judgement) -> str:
     most = format_number(outcome.most, outcome.most)
     if outcome.answer == "open" and not outcome.gains:  # a rate is better where it does not fail
         return f"Whether the reference is tuned is not decided: {at}{failing}."
+    if outcome.answer == "open" and not outcome.most:
+        worse = f"other rates {tried} are worse, but of fewer than {SEEDS} seeds nothing is claimed"
+        return f"Whether the reference is tuned is not decided: {at}, {worse}{failing}."
     if outcome.answer == "open":
         farthest = max(outcome.gains, key=lambda factor: outcome.gains[factor].high)
         best_rate = f"{farthest:g} times the rate may be better by up to {most}"
