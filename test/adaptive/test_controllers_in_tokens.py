@@ -98,7 +98,7 @@ def test_each_sample_comes_once_an_epoch_whatever_a_controller_chooses(most, eve
     check_epochs([[*pooled[0], *pooled[1]]], numbers)
 
 
-@pytest.mark.filterwarnings("ignore:In most updates ranks were idle")
+@pytest.mark.filterwarnings("ignore:In most of the latest updates ranks were idle")
 def test_the_noise_of_tokens_decides_alike_in_any_world():
     adaptive = vbs.AdaptiveTrace(NoiseScale(0.5), start=120, every=3, delay=4, bounds=(60, 900))
     first, *others = [run_ranks(lambda backend: train(backend, adaptive, LENGTHS), ranks)[0] for ranks in (1, 2, 3)]

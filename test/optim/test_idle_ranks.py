@@ -192,3 +192,15 @@ def test_ranks_that_measured_noise_leaves_idle_are_warned_of(size, sizes, messag
         run_ranks(train, size)
     assert len(caught) == (size if message else 0)
     assert all(message in str(one.message) for one in caught)
+
+
+def test_a_restored_estimate_of_the_noise_is_one():
+    """Of updates of a single microbatch, a run does not say then that the noise could not be estimated."""
+
+    def begun():
+        return training(vbs.AdaScaleOptimizer, [8, 8] + [4] * 60, minibatch_size=4, dataset_size=256)
+
+    state = begun().run(2).optimizer.state_dict()
+    run = begun()
+    run.optimizer.load_state_dict(state)
+    run.run(60)  # a warning would be an error

@@ -106,7 +106,7 @@ class GradientNoise(Stage):
 
     def __init__(self, backend: Backend, parameters: Sequence[Tensor], pairs: PairEstimator | None = None) -> None:
         self.keeps_lr_on_device = not backend.reads(parameters[0])
-        self._measured = 0  # updates of this run that could give an estimate, as the host knows it
+        self._measured = False  # whether an update could give an estimate, as the host knows it
         self._cut = CutWarning()
         self._backend = backend
         self._pairs = pairs
@@ -192,7 +192,7 @@ class GradientNoise(Stage):
         gradient = [parameter.grad for parameter in update.parameters]
         # A single microbatch is compared with the previous update, if that is asked for.
         paired = groups == 1 and self._pairs is not None and self._pairs.has_previous(gradient)
-        self._measured += groups > 1 or paired
+        self._measured |= groups > 1 or paired
         one_minus_theta = min(1.0, batch_size / ref / HORIZON)  # weight of this update in the averages
         weights = coefficients(batch_size, groups, one_minus_theta, paired=paired)
         weighted_squares, squared_grad_norm, is_included = statistics
@@ -230,7 +230,7 @@ class GradientNoise(Stage):
         if self._uncommitted is not None:
             self._state, self._uncommitted = self._uncommitted, None
             ranks = self._backend.world.size
-            self._cut.after_update(update.batch, ranks, measured=self._measured > 0)
+            self._cut.after_update(update.batch, ranks, measured=self._measured)
 
     def clear(self) -> None:
         """Forget the microbatches of a step, after its update; if it starts over, also the noise of its update."""
@@ -279,7 +279,7 @@ class GradientNoise(Stage):
         noise = state.get("noise") or {}
         averages = np.array([float(noise.get(name, 0)) for name in AVERAGES])
         self._state = NoiseState(averages, float(noise.get("gain", 1)))
-        self._uncommitted = None
+        self._measured, self._uncommitted = noise.get("weight", 0) > 0, None
         if self._pairs is not None:
             self._pairs.load_state_dict(noise)
 
@@ -330,7 +330,7 @@ class CutWarning:
             )
         else:
             idle = ranks - batch.num_microbatches
-            message = f"In most updates ranks were idle, in the last one {idle} of {ranks}; {remedy}"
+            message = f"In most of the latest updates ranks were idle, in the last one {idle} of {ranks}; {remedy}"
         warnings.warn(message, UserWarning, stacklevel=stacklevel_of_user())
 
 
