@@ -129,7 +129,7 @@ FILES = [
     Mistake(lambda: csv('step,batchsize,note\n0,5,"a\nb"\n1,0,\n'), ValueError, r"row 2 \(a.csv:4\): .* got 0" + FIX),
     Mistake(lambda: csv("step,size\n"), ValueError, r"\(a.csv:1\) .* column batchsize or batch_size, got 'step,size';"),
     Mistake(lambda: csv("batchsize\n5\n"), ValueError, r"\(a.csv:1\) .* column step, got 'batchsize'; add or rename"),
-    Mistake(lambda: csv("seconds,nodes\n0,4\n"), ValueError, "'seconds,nodes'; convert a capacity trace .*vbs capaci"),
+    Mistake(lambda: csv("seconds,nodes\n0,4\n"), ValueError, "'seconds,nodes'; run vbs capacity convert --policy on"),
     Mistake(lambda: csv("step,batchsize,step\n"), ValueError, r"\(a.csv:1\) .* one column step, got 'step,.*; drop or"),
     Mistake(lambda: csv("step,batch_size,batchsize\n0,5,5\n"), ValueError, r"\(a.csv:1\) .* only one .*, got both; dr"),
     Mistake(lambda: csv(""), ValueError, r"\(a.csv:1\) must have one column step, got an empty file; add"),

@@ -130,7 +130,9 @@ def _find_column(header: list[str], names: tuple[str, ...], where: str) -> int:
         raise value_error(requirement, "both", f"drop the column {names_in_header[-1]}")
     if not names_in_header:
         requirement = f"trace header ({where}) must have one column {' or '.join(names)}"
-        remedy = "convert a capacity trace with vbs capacity convert" if "nodes" in header else "add or rename a column"
+        remedy = (
+            "run vbs capacity convert --policy on a capacity trace" if "nodes" in header else "add or rename a column"
+        )
         raise value_error(requirement, _describe_header(header), remedy)
     if header.count(names_in_header[0]) > 1:
         requirement = f"trace header ({where}) must have one column {names_in_header[0]}"
