@@ -52,6 +52,13 @@ class Tiny:
         return 1 - 0.9 * samples / total
 
 
+class Sized(Tiny):
+    """It has two arguments."""
+
+    def __init__(self, shift: float, sizes: tuple[int, ...]) -> None:
+        super().__init__(shift + sum(sizes))
+
+
 class NoReference(Tiny):
     """Its batch size of reference is not known."""
 

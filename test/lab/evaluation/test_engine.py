@@ -44,6 +44,21 @@ def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(tmp_pa
     assert more.trainings["plan"].tolist() == [0] * 4 + [1] * 4
 
 
+def test_arguments_of_a_task_are_compared_by_their_json(tmp_path):
+    """A tuple is a list in the file, and names may come in any order."""
+    arguments = {"shift": 0.5, "sizes": (4, 6)}
+    first = trained(experiment("Sized", arguments=arguments), tmp_path)
+    again = experiment("Sized", arguments=dict(reversed(arguments.items())))
+    assert brought(trained(again, tmp_path)) == brought(first)
+
+
+def test_runs_with_another_interval_between_evaluations_need_another_folder(tmp_path):
+    """They are the same runs, which a report would count twice."""
+    trained(experiment(), tmp_path)
+    with pytest.raises(ValueError, match="must have one interval between evaluations for each name of a trace, got se"):
+        trained(experiment(between=32), tmp_path)
+
+
 def test_the_same_training_under_two_names_is_made_once(tmp_path):
     order = tmp_path / "order"
     cells = experiment("Ordered", arguments={"file": str(order)}, rules=["constant"])

@@ -349,7 +349,9 @@ def test_runs_in_other_conditions_are_not_compared_under_one_name():
     frame = trainings(losses(constant=0.5, root=0.45))
     later = frame[frame["rule"] == "constant"].assign(trace_fingerprint="edited", plan=1)
     later["key"] += "2"
-    with pytest.raises(ValueError, match=r"one trace, one minibatch_size .*, got several for '0:64 40:256' and seed"):
+    with pytest.raises(
+        ValueError, match=r"must have one trace for each name.*, got several for '0:64 40:256' and seed"
+    ):
         judged(pd.concat([frame, later], ignore_index=True))
     of_seeds = frame.assign(trace_fingerprint=frame["seed"].astype(str))  # each seed has a window of its own
     assert judged(of_seeds).traces == judged(frame).traces

@@ -64,6 +64,16 @@ def of(wanted, rule, seed=0, trace="16", factor=1.0):
     return next(cell for cell in wanted if (cell.rule, cell.seed, cell.trace, cell.lr_factor) == kind)
 
 
+def test_another_checkpoint_of_the_same_name_needs_another_folder(tmp_path):
+    folder, options = tmp_path / "start", {"rules": ["linear"], "seeds": 1}
+    saved(folder)
+    run(cells(folder, **options), tmp_path / "run", progress=False)
+    shutil.rmtree(folder)
+    saved(folder, model=Tiny().model(SEED + 1))
+    with pytest.raises(ValueError, match=r"must have one checkpoint for each name of a trace, got several for '16'"):
+        run(cells(folder, **options), tmp_path / "run", progress=False)
+
+
 def test_the_epoch_that_has_begun_is_that_of_the_training(tmp_path, monkeypatch):
     """Its order, dropout, momentum and schedule, to the last bit: other objects, and another trace with equal sizes."""
     weights, found = saved(tmp_path), list[list[float]]()

@@ -26,7 +26,7 @@ from variable_batch_size._validation import check_choice, check_int, check_inter
 from variable_batch_size.lab.evaluation.cell import Cell
 from variable_batch_size.lab.evaluation.experiment import Experiment, check_cells
 from variable_batch_size.lab.evaluation.provenance import environment, task_facts
-from variable_batch_size.lab.evaluation.records import Evaluation, Journal, check_traces, read
+from variable_batch_size.lab.evaluation.records import Evaluation, Journal, check_traces, json_of, read
 from variable_batch_size.lab.evaluation.training import SAVE_EVERY, train
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
@@ -190,9 +190,9 @@ def _check_tasks(cells: Iterable[Cell], lines: Iterable[Line]) -> None:
         cells: the planned runs.
         lines: the results of earlier ones.
     """
-    tasks = {(cell.task, str(cell.task_arguments), cell.task_version): cell for cell in cells}  # one cell of each task
+    tasks = {(cell.task, json_of(cell.task_arguments), cell.task_version): cell for cell in cells}  # one of each task
     for line in lines:
-        task = (line["cell"]["task"], str(line["cell"]["task_arguments"]), line["cell"]["task_version"])
+        task = (line["cell"]["task"], json_of(line["cell"]["task_arguments"]), line["cell"]["task_version"])
         cell = tasks.get(task)
         if cell is None or line["status"] == "killed":
             continue

@@ -29,8 +29,15 @@ DIFFERS_IN: Final = {
     "warmup": "warm-up",
 }  # what tells tasks of a report apart, beside their names, and the word for it
 _DEFAULTS: Final = {"task_version": "", "end": "samples", "start": "", "warmup": 0}  # of what a cell may leave out
-_CONDITIONS = ("trace_fingerprint", "minibatch_size", "max_grad_norm", "task_arguments")
-_FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments")  # of a cell, told with the environment
+_CONDITIONS: Final = {
+    "trace_fingerprint": "trace",
+    "minibatch_size": "minibatch_size",
+    "max_grad_norm": "max_grad_norm",
+    "between": "interval between evaluations",
+    "task_arguments": "task",
+    "start_hash": "checkpoint",
+}  # what is equal in all runs that a report shows as the same, but for their rules, and the word for it
+_FACTS = ("minibatch_size", "max_grad_norm", "between", "task_arguments", "start_hash")  # told with the environment
 
 
 @final
@@ -77,17 +84,23 @@ def check_traces(cells: Iterable[Mapping[str, Any]]) -> None:
     Args:
         cells: the settings of each run, as `Cell.as_json` returns them.
     """
-    conditions_of_name = dict[tuple[Any, ...], list[str]]()
+    conditions_of_name = dict[tuple[Any, ...], dict[str, str]]()
     for cell in cells:
         settings = {**_DEFAULTS, **cell, "tuned": tuned_rate(cell["lr"], cell["lr_factor"])}
         shown_in_report = tuple(settings.get(name) for name in ("task", "trace", "end", "seed", *DIFFERS_IN))
-        conditions = [str(cell.get(name)) for name in _CONDITIONS]
-        if conditions_of_name.setdefault(shown_in_report, conditions) != conditions:
+        conditions = {word: json_of(cell.get(name)) for name, word in _CONDITIONS.items()}
+        earlier = conditions_of_name.setdefault(shown_in_report, conditions)
+        if differing := [word for word in conditions if conditions[word] != earlier[word]]:
             raise value_error(
-                "a folder must have one trace, one minibatch_size and one task for each name of a trace",
+                f"a folder must have one {', '.join(differing)} for each name of a trace",
                 f"several for {cell['trace']!r} and seed {cell['seed']}, as after an edit",
                 "pass another --name, or another --folder",
             )
+
+
+def json_of(value: object) -> str:
+    """Return a value of JSON as text that is the same before and after it was in a file."""
+    return json.dumps(value, sort_keys=True)
 
 
 def tuned_rate(lr: float, lr_factor: float) -> str:
