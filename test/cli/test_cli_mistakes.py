@@ -35,7 +35,12 @@ MACHINES = "--nodes, --mean-up, --mean-down and --duration must be given togethe
 SEVERAL = "a batch must have at most the 100 samples of the dataset, got "
 KIND = r"capacity trace \({}.csv:1\): .* nodes, not .* of a batch trace, got 'step,{}'; pass a log, .* vbs trace show$"
 TRACE_OUT = "--trace-out is for one policy and one capacity trace, got 2 and 1; pass one of each$"
+EVALUATE = ("evaluate", "own:Task", "--rule", "linear", "--trace")
 MISTAKES = [
+    ((*EVALUATE, 64, "--restart", 90), 2, "a cost of restarts or saves needs a trace POLICY@LOG, got none; pass one"),
+    ((*EVALUATE, 64, "--noise", NOISE), 2, "--noise needs a trace POLICY@LOG, got none; pass one"),
+    ((*EVALUATE, 64, "--devices", 8), 2, "--devices needs the time of an update, got none; pass --samples-per-second"),
+    ((*EVALUATE, 64, "--save-every", "10m,20m"), 2, "--save-every must be one time, got 2; compare them with vbs sim"),
     ((*SIMULATE, "--policy", "linear:3"), 2, "--policy linear:3: a policy must be per-device:SAMPLES, constant:SAMPLE"),
     ((*SIMULATE, "--policy", "norm-test:1"), 2, "--policy norm-test:1 needs the .* noise, got no --noise; pass --nois"),
     ((*SIMULATE, "--policy", "per-device:0"), 2, "--policy per-device:0: samples must be an integer >= 1, got 0; pass"),
@@ -95,6 +100,11 @@ MISTAKES = [
     ((*CONVERT, "--communication-seconds", 5), 2, "--communication-seconds needs the rate of a"),
     ((*CONVERT, "--start", 200000), 1, "start must be < stop, within the 172800.0 seconds of"),
     (("capacity", "fetch", "--out", "x.csv"), 2, "--out needs the name of a public trace, got none; pass one of"),
+    (
+        ("capacity", "fetch", "parcae/bert-hl", "--json", "--out", "-"),
+        2,
+        "--out must be a file with --json, which is st",
+    ),
     (("capacity", "fetch", "aws/none"), 1, "name must be one of skypilot/"),
     (("plan", "0:9", *PLAN), 2, "--epochs, --max-updates or --max-samples must be given for a trace .*, got "),
     (("plan", "0:90", *PLAN, "--epochs", 1), 1, "every batch size .* must be at most the dataset's size of 50"),

@@ -135,6 +135,8 @@ def fetch(
         for trace in cluster.PUBLIC.values():
             typer.echo("\n    ".join([trace.name, f"license: {trace.license}", trace.citation, trace.address]))
         return
+    if json and out == options.STDOUT:
+        raise UsageError("--out must be a file with --json, which is standard output, got -; pass a name")
     capacity = cluster.fetch(name)
     if json:
         output.print_json(_capacity_facts(capacity))

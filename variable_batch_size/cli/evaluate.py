@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -155,10 +155,16 @@ def evaluate(
     from variable_batch_size.lab.evaluation.timed_trace import TraceOptions, UnderCapacity
     from variable_batch_size.lab.simulation import NoiseCurve
 
-    model, under = time.throughput(), None
-    if model is not None:
+    model, under, overheads = time.throughput(), None, _only_overheads(costs)
+    under_log = {"--noise": noise, "a cost of restarts or saves": overheads}
+    if not any("@" in trace for trace in traces):
+        _check_unused(under_log, "a trace POLICY@LOG", "pass one")
+    if model is None:
+        timed = under_log | {"--devices": None if devices == 1 else devices, "--price": price}
+        _check_unused(timed, "the time of an update", "pass --samples-per-second")
+    else:
         curve = None if noise is None else NoiseCurve.from_csv(noise)
-        under = UnderCapacity("", "", model, overheads=_only_overheads(costs), noise=curve, price=price)
+        under = UnderCapacity("", "", model, overheads=overheads, noise=curve, price=price)
     with usage():
         experiment = Experiment(
             tasks=tasks,
@@ -240,6 +246,13 @@ def _name_traces(traces: list[str], names: list[str] | None) -> list[str] | dict
     if len(names) != len(traces) or len(set(names)) != len(names):
         raise UsageError(f"--name must be given once for each --trace, each another one, got {len(names)}: {names}")
     return dict(zip(names, traces, strict=True))
+
+
+def _check_unused(options: Mapping[str, object], needed: str, remedy: str) -> None:
+    """Raise UsageError if one of these options was given; None: it was not."""
+    given = next((name for name, value in options.items() if value is not None), None)
+    if given is not None:
+        raise UsageError(f"{given} needs {needed}, got none; {remedy}")
 
 
 def _only_overheads(costs: options.Costs) -> Overheads | None:

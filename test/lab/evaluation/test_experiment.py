@@ -21,6 +21,7 @@ from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapac
 from variable_batch_size.lab.evaluation.records import REFERENCE
 from variable_batch_size.lab.evaluation.task import FUNCTIONS, TASKS
 from variable_batch_size.lab.evaluation.timed_trace import TraceOptions
+from variable_batch_size.lab.simulation import NoiseCurve
 
 pytestmark = pytest.mark.filterwarnings("ignore:trace .*the batch size is")
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -98,21 +99,26 @@ def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_pat
     traces = {
         "file": str(tmp_path / "sizes.csv"),
         "policy": "noise-scale:1",
+        "constant": "constant:16",
+        "noise": f"noise-scale:1@{tmp_path / 'nodes.csv'}",
         "adaptive": AdaptiveTrace(NoiseScale(), 8, (4, 32)),
         "object": UnderCapacity(capacity, "per-device:4", MODEL),
         "log": f"per-device:4@{tmp_path / 'nodes.csv'}",
     }
-    options = TraceOptions("hold", under=UnderCapacity("", "", MODEL))
+    noise = NoiseCurve([0], [0.0], [1.0])  # the least batch size is best
+    options = TraceOptions("hold", (12, 32), under=UnderCapacity("", "", MODEL, noise=noise))
     cells = {cell.trace: cell for cell in Experiment([TINY], traces, ["linear"], seeds=1, options=options).cells()}
     timed_traces = {name: cell.timed for name, cell in cells.items()}
     assert timed_traces["file"].trace == BatchTrace.from_sizes([8, 16, 8], on_end="hold")
     assert isinstance(timed_traces["policy"].trace, AdaptiveTrace)
-    assert timed_traces["policy"].trace.start == 8
+    assert timed_traces["policy"].trace.start == 12  # the reference, 8, within the bounds
+    assert set(timed_traces["noise"].trace.runs[1]) == {12}
+    assert timed_traces["constant"].trace.start is None  # its own batch size from the first update on
     assert timed_traces["adaptive"].trace == traces["adaptive"]
     assert timed_traces["object"].fingerprint == timed_traces["log"].fingerprint
     sizes = timed_traces["log"].trace
     assert isinstance(sizes, BatchTrace)
-    assert set(np.unique(sizes.runs[1])) == {4, 8, 16}
+    assert set(np.unique(sizes.runs[1])) == {12, 16}
 
 
 OWN = "helpers.evaluation_tasks:"

@@ -47,6 +47,15 @@ def test_constant_capacity(devices, start, end, ref):
     assert run.summary["idle"] == end - math.floor(end)
 
 
+@pytest.mark.parametrize(("rule", "updates"), [("root", 200), ("invariant-adam", 100), ("adamscale", 100)])
+def test_a_rule_that_reads_microbatches_does_not_spread_them(rule, updates):
+    """As `CustomSampler` splits: 64 samples on 8 devices are four microbatches of 16, or eight of 8."""
+    curve = NoiseCurve([0], [2000.0], [1.0]) if rule == "adamscale" else None
+    options = {"throughput": Throughput.simple(16), "ref_batchsize": 64, "minibatch_size": 16, "noise": curve}
+    run = simulate(nodes((0, 8), end=100), ConstantBatch(64), rule=rule, **options)
+    assert run.summary["updates"] == updates
+
+
 @pytest.mark.parametrize("dataset_size", [None, 2**20 + 1])
 @pytest.mark.parametrize("overheads", [None, Overheads(grow_every=1e7, save_every=1e6)])
 def test_no_update_is_made_in_a_loop(dataset_size, overheads):

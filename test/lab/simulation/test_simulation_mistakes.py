@@ -53,6 +53,9 @@ MISTAKES = [
     Mistake(lambda: simulate(CAPACITY, 128, dataset_size=9, **COSTS), ValueError, "^every batch size of the trace mus"),
     Mistake(lambda: run(prices="3"), TypeError, r"^prices must be a number, or \(seconds, prices\), got '3' \(str\)"),
     Mistake(lambda: run(prices=([1, 0], [1, 1])), ValueError, "^the seconds of prices must be finite and ascend"),
+    Mistake(
+        lambda: run(prices=([0, 2e9], [1, 1])), ValueError, "^the seconds .* since the beginning .* Unix time, 2000"
+    ),
     Mistake(lambda: run(prices=([0, 9], [1, -1])), ValueError, PRICE + r"1, -1\]"),
     Mistake(lambda: run(prices=([0, 1], [1])), ValueError, r"^prices must have the shape \(2,\) of seconds, got \(1,"),
     Mistake(lambda: run(overheads=Overheads(restart=lambda *_: -1)), ValueError, "^the seconds of a restart must be a"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from variable_batch_size._validation import type_error, value_error, without_addresses
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
-from variable_batch_size.adaptive.base import Controller
+from variable_batch_size.adaptive.base import Controller, needs_throughput
 from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
 from variable_batch_size.adaptive.throughput import Throughput
@@ -184,9 +184,16 @@ def _parse_policy_text(text: str, training: TimedTraining, options: TraceOptions
         return replace(options.under, capacity=log, policy=policy)
     if text.partition(":")[0] not in POLICIES:
         return text
+    controller = parse_policy(text)
+    follows = needs_noise(controller) or needs_throughput(controller)  # what training measures; others say a first size
+    start = _start(training, options) if follows else None
+    return AdaptiveTrace(controller, start, options.bounds, every=options.every or EVERY)
+
+
+def _start(training: TimedTraining, options: TraceOptions) -> int | None:
+    """Return the batch size at which a controller begins: the reference within the bounds, or None without one."""
     least, most = options.bounds or (1, training.dataset_size)
-    start = None if training.ref_batchsize is None else min(max(training.ref_batchsize, least), most)
-    return AdaptiveTrace(parse_policy(text), start, options.bounds, every=options.every or EVERY)
+    return None if training.ref_batchsize is None else min(max(training.ref_batchsize, least), most)
 
 
 def _remark_if_constant(trace: BatchTrace, training: TimedTraining) -> str | None:
@@ -269,7 +276,7 @@ def _simulate_timed(source: UnderCapacity, training: TimedTraining, options: Tra
         if source.noise is None:
             remedy = "pass noise=NoiseCurve.from_csv(...), or --noise"
             raise value_error(f"{policy} needs the gradient noise", "noise=None", remedy)
-        arguments = {"start": training.ref_batchsize, "every": options.every or EVERY, "noise": source.noise}
+        arguments = {"start": _start(training, options), "every": options.every or EVERY, "noise": source.noise}
     run = simulate(
         capacity,
         policy,

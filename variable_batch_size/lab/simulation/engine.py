@@ -38,8 +38,9 @@ class Overheads:
     Args:
         restart: seconds of a restart, >= 0; or a function of the number of nodes and of the cause, which is "start",
             "preemption" or "growth".
-        save_every: seconds from the end of the last save or restart after which a save is due, > 0; it begins when the
-            current update ends. None: it saves only before it stops.
+        save_every: seconds after which a save is due, > 0, since the end of the last restart or the moment at which the
+            training continued after the last save; it begins when the current update ends. None: it saves only before
+            it stops.
         save: seconds of writing a checkpoint, >= 0.
         blocking: whether the training waits while a checkpoint is written; otherwise the checkpoint is complete `save`
             seconds after the end of the update, and the next one does not begin before. Before a stop it always waits.

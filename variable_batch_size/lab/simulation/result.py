@@ -13,6 +13,7 @@ import numpy.typing as npt
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray, check_number, type_error, value_error
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace, bin_means
+from variable_batch_size.lab.cluster.readers.base import UNIX
 from variable_batch_size.lab.simulation.engine import Interval
 from variable_batch_size.trace.batch_trace import BatchTrace
 
@@ -114,6 +115,9 @@ def _check_prices(prices: Prices) -> tuple[FloatArray, FloatArray]:
         times = np.asarray(prices[0], np.float64)
         if times.ndim != 1 or len(times) == 0 or not np.isfinite(times).all() or (np.diff(times) < 0).any():
             raise value_error("the seconds of prices must be finite and ascend", prices[0], "pass (seconds, prices)")
+        if times[-1] >= UNIX:  # a capacity trace begins at 0, also one that had such times
+            requirement = "the seconds of prices must be those since the beginning of the capacity trace"
+            raise value_error(requirement, f"a Unix time, {times[-1]:.15g}", "subtract the time of its first row")
         costs = np.asarray(prices[1], np.float64)
         if costs.shape != times.shape:
             raise value_error(f"prices must have the shape {times.shape} of seconds", costs.shape, "pass a row each")

@@ -25,7 +25,7 @@ from variable_batch_size.lab.simulation.model import Model
 from variable_batch_size.lab.simulation.nodes import ROUNDING, present_nodes, staying_nodes
 from variable_batch_size.lab.simulation.noise_curve import NoiseCurve
 from variable_batch_size.lab.simulation.result import Prices, Run, cost_until, with_prices
-from variable_batch_size.rules.base import Rule, check_reference, needs_noise
+from variable_batch_size.rules.base import Rule, check_reference, needs_noise, needs_squares
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
@@ -59,9 +59,9 @@ def simulate(
     """Simulate the time, the cost and the progress of a run under a capacity trace.
 
     An update of B samples on R devices takes `throughput.seconds(B, R, minibatch_size, spread=...)`, with the B and R
-    at its beginning; it is not spread if the rule or the controller reads the noise. `Overheads` says what happens when
-    the nodes change. Without `overheads` nothing interrupts the training, and a change takes effect at the next update.
-    An update that does not end within the capacity trace is not made, and its time is idle.
+    at its beginning; it is not spread if the rule or the controller reads gradients of single microbatches. `Overheads`
+    says what happens when the nodes change. Without `overheads` nothing interrupts the training, and a change takes
+    effect at the next update. An update that does not end within the capacity trace is not made, and its time is idle.
 
     The loss is not simulated. The rule gives the progress of an update from its batch size and the noise at the
     progress before it, and is evaluated once per run of equal updates.
@@ -123,7 +123,7 @@ def simulate(
         checked_rule,
         reference,
         noise,
-        spread=not (needs_noise(checked_rule) or needs_noise(controller)),
+        spread=not (needs_noise(checked_rule) or needs_squares(checked_rule) or needs_noise(controller)),
         fixed_shape=bool(fixed_shape),
     )
     engine = Engine(
