@@ -52,6 +52,26 @@ def test_the_totals_are_those_of_all_ranks_and_take_one_sum_more():
         assert {sums for _, sums in found} == {1}  # that of the counts comes when the update is read
 
 
+@pytest.mark.parametrize("sampling", [{}, {"reproducible": True}], ids=["", "reproducible"])
+@pytest.mark.parametrize("numbers", [{"rows": ROWS}, {"tokens": TOKENS, "rows": ROWS}], ids=" ".join)
+def test_a_replay_needs_no_backward(sampling, numbers):
+    """Nor does a rank that has nothing else in an update: its weights are those of the others."""
+    sizes = [2, 5, 1, 3, 2]
+
+    def train(backend):
+        begun = divided(numbers, sizes, backend=backend, minibatch_size=2, sampling=sampling)
+
+        def step(indices, totals):
+            counts = begun.run.optimizer.microbatch.samples > 0
+            return begun.step(indices, totals) if counts else begun.run.optimizer.step()
+
+        begun.train(len(sizes), step)
+        return begun.run.weights()
+
+    for weights in run_ranks(train, 2):
+        assert_equal(weights, plain(numbers, batches_of(sizes)), 1e-9)
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 def test_totals_are_tensors_where_the_host_does_not_read(on_host):
     """On a device that compiles, an update without any count is made with a gradient of 0."""

@@ -253,6 +253,7 @@ class Sum(ABC):
         microbatch = counted.microbatch
         if counted.divided and microbatch.samples and self._factor is None:
             raise RuntimeError(NOT_DIVIDED.format("step() came without optimizer.backward()"))
+        self._divided = counted.divided  # also of a replay whose loss the loop has not computed
         scaled.check(self._scale)
         example = local_parts(self.parameters[:1])  # one tensor, for the device and the dtype of what stages add
         take(self._measure(microbatch, counted=counted.divided or counted.count is not None), example[0])
