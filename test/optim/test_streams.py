@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -232,6 +232,41 @@ def test_an_interrupt_at_any_line_loses_no_row(file, trace):
         assert list(itertools.chain(*used.values())) == [*range(12)], line
         if not interrupted:
             break  # fewer lines
+
+
+@pytest.mark.parametrize("when", ["in the loop", "after break", "after an exception"])
+@pytest.mark.parametrize("trace", [5, 4])
+def test_a_state_of_an_update_that_has_begun_uses_no_row_twice(when, trace):
+    """Neither in the run that goes on, nor in one that resumes."""
+    states = []
+
+    def loop(run, used):
+        for update in run.updates:
+            used[run.optimizer.updates] = own = []
+            if run.optimizer.updates == 1 and not states:
+                if when == "after break":
+                    break
+                if when == "in the loop":
+                    states.append(run.state())
+            for rows in update:
+                own += rows.tolist()
+                run.optimizer.backward(loss(run.model, rows, tokens=False))
+                if when == "after an exception" and run.optimizer.updates == 1 and not states:
+                    raise ZeroDivisionError
+                run.optimizer.step()
+
+    run, used = StreamTraining(ALONE, trace, [Counter()]), {}
+    with suppress(ZeroDivisionError):
+        loop(run, used)
+    if not states:
+        run.optimizer.discard_step()
+        states.append(run.state())
+        loop(run, used)
+    assert list(itertools.chain(*used.values())) == [*range(12)]
+    run, resumed = StreamTraining(ALONE, trace, [Counter()]), {0: used[0]}
+    run.load(states[0])
+    loop(run, resumed)
+    assert resumed == used
 
 
 def test_a_stream_that_is_its_own_iterator_has_one_pass():

@@ -128,10 +128,12 @@ class Shard:
             self._count_next()
         items, counts, rows_before, taken_for, first, end = self._read
         begin = end if taken_for < update else first  # the first row that is left, among the rows of `items`
+        end = end if taken_for == update else begin  # those that were taken for this update stay taken
         while counts and len(counts[0]) <= begin:  # all rows of the first item are used: drop it
-            rows_before, begin = rows_before + len(counts[0]), begin - len(counts[0])
+            dropped = len(counts[0])
+            rows_before, begin, end = rows_before + dropped, begin - dropped, end - dropped
             items, counts = items[1:], counts[1:]
-        self._read = _Read(items, counts, rows_before, update, begin, begin)
+        self._read = _Read(items, counts, rows_before, update, begin, end)
         return np.concatenate([np.zeros(0, np.int64), *counts])[begin:]
 
     def take(self, size: int, update: int) -> list[Any]:
