@@ -183,8 +183,8 @@ class ByMicrobatch(Message):
             self._table = [self._integers]
         elif width:
             table = like[0].new_zeros((microbatches, width), dtype=torch.float64)
-            for number, row in self._rows.items():
-                table[number] = row
+            for number, row in self._rows.items():  # those of the microbatches that count follow one another
+                table[number % microbatches] = row
             self._table = [table.view(torch.int64)]
         return [*self._table, *(tensor for sums in self._sums.values() for tensor in sums)]
 
