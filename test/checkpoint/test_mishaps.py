@@ -386,3 +386,16 @@ def test_a_cell_that_runs_again_takes_ctrl_c_over(tmp_path):
             second.step()
     assert updates(tmp_path) == [2]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_save_before_step_does_not_hide_a_signal(tmp_path):
+    run = training()
+    with vbs.Preemption(), checkpoint(tmp_path, run) as saves, pytest.raises(SystemExit):  # noqa: PT012
+        while run.optimizer.updates < 9:
+            run.run(1)
+            if run.optimizer.updates == 3:
+                signal.raise_signal(signal.SIGTERM)
+            saves.save()
+            saves.step()
+    assert run.optimizer.updates == 3
+    assert updates(tmp_path)[-1] == 3

@@ -119,6 +119,7 @@ class Checkpoint:
         self._agreement = agreement = optimizer.agreement
         self._first_update = optimizer.updates  # at the creation of this object, or after the last restore
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
+        self._looked = optimizer.updates  # at the last `step()`, or restore
         self._restored = False
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", partial(self._parts.check_storable, updated=False))
@@ -205,8 +206,9 @@ class Checkpoint:
             RuntimeError: as `save(wait=False)`.
         """
         self._stepped, updates = True, self._optimizer.updates
-        if updates == self._last_update or self._optimizer.inside_step:
+        if updates == self._looked or self._optimizer.inside_step:
             return False
+        self._looked = updates  # also where `save()` came before: a signal is still to be answered
         updates_before, self._last_update = self._last_update, updates
         self._events.note_update(updates, self._optimizer.skipped)
         in_loop = updates == updates_before + 1  # and not once an epoch, after what the loop does at its end
@@ -321,6 +323,7 @@ class Checkpoint:
         self._agreement.run_on_all(_RESTORE, partial(self._parts.load, contents, folder.storage.at(name), strict))
         self._mark_saved()
         self._restored, self._first_update = True, self._optimizer.updates
+        self._looked = self._first_update
         folder.mark_restored(name, best=best)
         if is_rank_0:
             updates = self._optimizer.updates
