@@ -17,6 +17,7 @@ import torch
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, save_checkpoint, start, updates
 from helpers.reference import training
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint import tensor_file, writer
 from variable_batch_size.checkpoint.saving import Saver
 from variable_batch_size.checkpoint.storage import Storage
@@ -301,6 +302,40 @@ def test_ranks_whose_save_was_interrupted_restore_together(tmp_path, monkeypatch
         assert run_ranks(train, 2) == [2, 2]
     finally:
         waits.set()
+
+
+@pytest.mark.parametrize("interrupted", ["copy_and_begin", "_tidy"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_one_rank_has_not_ended_keeps_the_ranks_together(interrupted, rank, tmp_path, monkeypatch):
+    """On one rank the interrupt comes right after an exchange, on the other one after the save."""
+    exchange, calls = Agreement.run_on_all, []
+
+    def run_on_all(agreement, call, work):
+        texts = exchange(agreement, call, work)
+        if agreement.world.rank == rank and getattr(work, "__name__", "") == interrupted:
+            calls.append(call)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+        return texts
+
+    def train(backend):
+        run = training(backend=backend).run(1)
+        saves = checkpoint(tmp_path, run, keep=9)
+        saves.save()
+        run.run(1)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            saves.save(wait=interrupted == "_tidy")
+            raise KeyboardInterrupt
+        assert saves.restore()
+        found = run.optimizer.updates
+        run.run(1)
+        saves.save()
+        saves.close()
+        return found
+
+    monkeypatch.setattr(Agreement, "run_on_all", run_on_all)
+    expected = 1 if (interrupted, rank) == ("copy_and_begin", 0) else 2  # rank 0 writes
+    assert run_ranks(train, 2) == [expected] * 2
 
 
 def test_a_writer_whose_folder_was_deleted_and_begun_again_raises(tmp_path):

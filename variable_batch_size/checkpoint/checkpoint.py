@@ -403,7 +403,7 @@ class Checkpoint:
         """
         try:
             if error is None:
-                self._saver.finish_pending("Checkpoint.close()")
+                self._saver.finish_pending("Checkpoint.close()", asks=False)
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
                 if missed and self._agreement.world.rank == 0:
                     warnings.warn(UNCALLED_STEP, RuntimeWarning, stacklevel=3)

@@ -80,10 +80,18 @@ class Saver:
             RuntimeError: on every rank, if the state cannot be saved on one of them, or the ranks differ in what they
                 share.
         """
-        self._begun = True
+        in_full = self._agreement.world.size > 1 and self._saves % COMPARED_EVERY == 0
+        self._begun, self._saves = True, self._saves + 1  # now, so that an interrupt leaves them equal on all ranks
+        try:
+            return self._save(updates, wait, in_loop=in_loop, in_full=in_full, reported=reported)
+        except RuntimeError:
+            self._saves = 0  # compare all the next time
+            raise
+
+    def _save(self, updates: int, wait: bool, *, in_loop: bool, in_full: bool, reported: dict[str, Any]) -> str:
+        """Save the state; see `save`. `in_full`: whether all contents are compared, see `_collect`."""
         # Collect: every rank does, which also makes lazy devices compute pending tensors.
         world, collected = self._agreement.world, list[_Collected]()
-        in_full = world.size > 1 and self._saves % COMPARED_EVERY == 0
 
         def collect() -> str:
             """Collect the state of this rank, and return what the ranks compare of it, as text."""
@@ -122,7 +130,6 @@ class Saver:
                 return "" if world.rank else self._folder.begin(updates, num_writers)
 
         name = self._agreement.run_on_all(_SAVE, copy_and_begin)[0]
-        self._saves += 1
         rng_states = [rng for *_, rng in answers]  # of the host of each rank
         if world.rank:
             entries = self._json_of_other_rank(state)
@@ -149,9 +156,13 @@ class Saver:
             self._begun = False
         return name
 
-    def finish_pending(self, call: str) -> None:
-        """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank."""
-        if self._begun:  # equal on all ranks, also where an interrupt has ended the save at another line on each
+    def finish_pending(self, call: str, *, asks: bool = True) -> None:
+        """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank.
+
+        An interrupt may have ended a save of some ranks only. So they `ask` one another whether they all have finished,
+        except in a call that a single rank may make.
+        """
+        if asks or self._begun:
             self._run_on_all(call, self.thread.wait)
             self._agreement.run_on_all(call, self._tidy)
             self._begun = False
