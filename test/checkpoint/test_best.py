@@ -22,6 +22,7 @@ from helpers.checkpoints import STATE, checkpoint, names, path_of, save_checkpoi
 from helpers.properties import examples
 from helpers.reference import training
 from helpers.sudden_death import Died, dying_after
+from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.contents import MANIFEST
 from variable_batch_size.checkpoint.storage import Storage
 from variable_batch_size.testing import run_ranks
@@ -191,6 +192,34 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file, tmp_path):
         )
         with pytest.raises(RuntimeError, match=expected + r".*\); restore\(\) takes the newest one"):
             saves.restore(best=True)
+
+
+def test_a_host_without_memory_is_no_damage(tmp_path, monkeypatch):
+    reported(tmp_path, [1.0, 2.0], keep=1)
+
+    class NoMemory:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *_, **__):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 32 bytes.")
+
+    run = training()
+    with checkpoint(tmp_path, run, best=LOSS, keep=1) as saves:
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_file, "torch", NoMemory())
+            with pytest.raises(
+                RuntimeError, match=r"bytes for a tensor of a checkpoint cannot be allocated; free host"
+            ):
+                saves.restore()
+        assert saves.restore()
+        run.run(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_file, "torch", NoMemory())
+            saves._folder._intact.clear()
+            saves.save()
+        assert "update-00000001" in str(saves.best)
+    assert updates(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -310,7 +310,7 @@ SCHEDULES = [
     ),
     (lambda: schedule(of=lambda _: counter(training().optimizer)), ValueError, "belong to this wrapper .* LambdaLR be"),
     (lambda: schedule(of=lambda _: len), TypeError, r"must be one of torch.optim.lr_scheduler, got builtin_fun"),
-    (lambda: schedule(to=lambda run: run.optimizer.inner), TypeError, "CustomOptimizer .*, got SGD; pass the w"),
+    (lambda: schedule(to=lambda run: run.optimizer.inner), TypeError, "CustomOptimizer .*, got SGD; pass a torc"),
     (lambda: schedule("steps"), ValueError, '^by must be "progress", .* or "updates", got \'steps\'; pass one'),
     (
         lambda: scheduler(training(vbs.ConstantOptimizer, ref_batchsize=None), by="samples"),

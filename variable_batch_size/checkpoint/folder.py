@@ -208,12 +208,14 @@ class Folder:
         return self._check_intact(name) is True
 
     def _check_intact(self, name: str) -> bool | None:
-        """Return whether a checkpoint is intact; None if the disk cannot be read now."""
+        """Return whether a checkpoint is intact; None if the disk, or too little memory, prevents reading it now."""
         if name not in self._intact:
             try:
                 verify(self.storage, name)
             except DamagedError as error:
                 return None if error.temporary else False
+            except MemoryError:
+                return None
             self._intact.add(name)
         return True
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import IO, Any, Final
 
@@ -111,12 +112,19 @@ def read(file: IO[bytes], chunk: Mapping[str, Any], dtype: str) -> Tensor:
 
     Raises:
         ValueError: if the file has other bytes at this place.
+        MemoryError: if the host has too little memory.
     """
-    tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
+    size = math.prod(chunk["shape"]) * DTYPES[dtype].itemsize
+    if size != chunk["end"] - chunk["begin"]:
+        raise ValueError("a tensor has another size than its shape")
+    try:
+        tensor = torch.empty(chunk["shape"], dtype=DTYPES[dtype])
+    except RuntimeError as error:  # which would say that the file is damaged
+        raise MemoryError(
+            f"{size:,} bytes for a tensor of a checkpoint cannot be allocated; free host memory"
+        ) from error
     contents = bytes_of(tensor)  # the memory of the tensor, into which the file is read
     total = 0
-    if len(contents) != chunk["end"] - chunk["begin"]:
-        raise ValueError("a tensor has another size than its shape")
     file.seek(chunk["begin"])
     while total < len(contents) and (num_read := file.readinto(contents[total:])):  # type: ignore[attr-defined]
         total += num_read
