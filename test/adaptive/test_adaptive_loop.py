@@ -9,6 +9,7 @@ import re
 import threading
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -393,6 +394,69 @@ def test_all_ranks_raise_when_a_controller_fails():
         "the controller must choose a batch size, but after update 10 it failed with ZeroDivisionError: no machines; "
         "correct Failing() and restore the last checkpoint"
     }
+
+
+BEGIN = torch.nn.Linear(1, 1)
+
+
+class Growing:
+    """It chooses another size at each question."""
+
+    def __init__(self):
+        self.size = 2
+
+    def __call__(self, _):
+        self.size += 2
+        return self.size
+
+    def __repr__(self):
+        return "Growing()"
+
+
+class RaisesOnce:
+    """An observer that raises after an update, before the optimizer asks the controller."""
+
+    def __init__(self, commits):
+        self.left = commits
+
+    def commit(self, commit):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyError
+
+    def discard(self):
+        pass
+
+
+@pytest.mark.parametrize("update", [6, 7, 8, 11, 12, 13])
+def test_ranks_that_have_asked_unequally_often_go_on_together_after_a_restore(update):
+    def train(backend):
+        world, sizes, model = backend.world, [], copy.deepcopy(BEGIN)
+        trace = vbs.AdaptiveTrace(Growing(), start=2, every=5, delay=5)
+        sampler = vbs.CustomSampler(400, trace, world.size, world.rank, 2, fixed_shape=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = vbs.ConstantOptimizer(inner, sampler, backend=backend)
+        state, observer = None, RaisesOnce(update if world.rank else -1)
+        optimizer.register(observer)
+        for until in (update, 30):
+            with suppress(KeyError):
+                for batch in vbs.updates(sampler, optimizer):
+                    for rows in batch:
+                        optimizer.backward(model(torch.ones(len(rows), 1)).mean())
+                        optimizer.step()
+                    sizes.append(batch.batch_size)
+                    if optimizer.updates == 5 and state is None:
+                        state = copy.deepcopy(optimizer.state_dict())
+                    if optimizer.updates == until:
+                        break
+            if until == update:
+                optimizer.agreement.forget()  # as Checkpoint.restore() does
+                optimizer.load_state_dict(copy.deepcopy(state))
+        return sizes[-25:]
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    assert len(first) == 25
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])

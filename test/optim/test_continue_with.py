@@ -242,6 +242,57 @@ def test_a_second_wrapper_is_refused_while_the_first_goes_on():
     assert expected
 
 
+def test_a_later_controller_may_need_the_throughput():
+    found = []
+
+    class Timed:
+        needs_throughput = True
+
+        def __call__(self, input):
+            found.append(input.throughput)
+            return [2, 4][len(found) % 2]
+
+    def sampler(controller):
+        trace = vbs.AdaptiveTrace(controller, start=2, every=5, delay=4)
+        return vbs.CustomSampler(400, trace, 1, 0, 2, max_updates=60)
+
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.1), sampler(lambda _: 2))
+    for number in range(2):
+        if number:
+            optimizer.continue_with(sampler(Timed()))
+        for update in vbs.updates(optimizer.sampler, optimizer):
+            for _ in update:
+                optimizer.backward(weight.square())
+                optimizer.step()
+    assert any(throughput is not None for throughput in found)
+
+
+def test_the_counts_of_a_stage_are_its_own():
+    """Also if its first batch is that of the stage before."""
+    counts = [[2.0, 4.0], [16.0, 32.0]]
+
+    def train(backend):
+        optimizer = Stages(backend, [(2, [2], 1), (2, [2], 1)]).optimizer
+        found = []
+        for number in range(2):
+            if number:
+                world = backend.world
+                optimizer.continue_with(vbs.CustomSampler(2, 2, world.size, world.rank, 1))
+            updates = vbs.updates(
+                optimizer.sampler, optimizer, counts=lambda rows, of=counts[number]: {"n": sum(of[row] for row in rows)}
+            )
+            for update in updates:
+                found.append(update.counts["n"])
+                for rows in update:
+                    loss = optimizer.param_groups[0]["params"][0].sum() * len(rows) / update.counts["n"]
+                    optimizer.backward(loss, divided=True)
+                    optimizer.step()
+        return found
+
+    assert run_ranks(train, 2) == [[6.0, 48.0]] * 2
+
+
 def test_metrics_of_a_stage_begin_with_it():
     run = alone()
     metrics, means = vbs.Accumulator(run.optimizer), []

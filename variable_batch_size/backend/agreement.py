@@ -59,12 +59,13 @@ class Agreement:
     Attributes:
         world: this rank, and the number of ranks.
         leave: lets ranks that wait for this one know that it has ended.
+        restores: how often all ranks have restored a state.
     """
 
     def __init__(self, backend: Backend) -> None:
         """Connect the ranks: give them a store under a new name, and let each know the processes of the others."""
         self._backend, self.world = backend, backend.world
-        self._gathered, self._restores = 0, 0  # number of calls of `gather` and of `forget` so far
+        self._gathered, self.restores = 0, 0  # number of calls of `gather` and of `forget` so far
         self._wishes: set[str] = set()  # of this rank, for the next meeting
         self._granted: set[str] = set()  # wishes of all ranks at the meetings so far, until `take_granted`
         self._restart_counts()
@@ -144,7 +145,7 @@ class Agreement:
 
         Until then ranks may have made unequal numbers of updates, so that their counts cannot be compared.
         """
-        self._restores += 1
+        self.restores += 1
         self._restart_counts()
 
     def run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
@@ -195,8 +196,8 @@ class Agreement:
             text: the text.
         """
         if self.world.size > 1:
-            self._store.set(f"{name}/{number}", text)
-            self._store.delete_key(f"{name}/{number - _KEPT}")
+            self._store.set(self._key_of(name, number), text)
+            self._store.delete_key(self._key_of(name, number - _KEPT))
 
     def wait_for(self, name: str, number: int) -> str:
         """Wait for the text that rank 0 publishes, and return it; for the arguments see `publish`.
@@ -204,10 +205,14 @@ class Agreement:
         Raises:
             RuntimeError: if rank 0 has ended or does not publish it.
         """
-        key, call = f"{name}/{number}", f"{name} {number}"
+        key, call = self._key_of(name, number), f"{name} {number}"
         with _absence_if_store_ends(call):
             self._wait_for_keys(call, {0: key})
             return str(self._store.get(key).decode())
+
+    def _key_of(self, name: str, number: int) -> str:
+        """Return the key of a text, which ranks count from 0 after each restore."""
+        return f"{self.restores} restores/{name}/{number}"
 
     # Meetings after updates. --------------------------------------------------------------------------------------
 
@@ -287,7 +292,7 @@ class Agreement:
 
         The counts in it are the same on all ranks, and no earlier meeting had the same key.
         """
-        return f"{self._restores} restores, {self._meetings} meetings/{name}"
+        return f"{self.restores} restores, {self._meetings} meetings/{name}"
 
     def _reserve_until(self, update: int) -> None:
         """Tell the other ranks that this one makes all updates up to number `update` before it looks for a request."""

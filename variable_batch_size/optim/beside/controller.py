@@ -55,7 +55,7 @@ class ControllerRunner(LoopStage):
         self._backend, decided = backend, training.batches.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)  # whether updates are timed
         self._stopwatch = UpdateStopwatch() if timed else None
-        self._asked = _Asked()
+        self._asked, self._restores = _Asked(), 0  # `restores`: how often all ranks have restored a state
         self._same_estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether an update was made
 
@@ -69,6 +69,10 @@ class ControllerRunner(LoopStage):
         if decided is None or not leads:
             return
         updates = self._training.position.step
+        if self._restores != agreement.restores:  # until then ranks may have counted questions unequally
+            self._restores, self._asked = agreement.restores, _Asked()
+        if self._stopwatch is None and needs_throughput(decided.adaptive.controller):  # that of a later sampler
+            self._stopwatch = UpdateStopwatch()
         self._time_update(batch)
         if not self._begun:  # the first update of this run: log the decision that came before it
             self._begun = True

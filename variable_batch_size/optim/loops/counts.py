@@ -97,8 +97,8 @@ class Counts(Stage, LoopStage):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Forget the names of the counts and the last totals: the ranks exchange both again, as all load a state."""
         self._names: list[str] = []  # of the counts; the ranks have agreed on them
-        # The last update: its batch, what this rank has counted in it, and the totals.
-        self._last: tuple[Batch, dict[str, Any], Totals] | None = None
+        # The last update: how many came before it, its batch, what this rank has counted in it, and the totals.
+        self._last: tuple[int, Batch, dict[str, Any], Totals] | None = None
 
     @torch.no_grad()
     def sum_counts(
@@ -128,8 +128,9 @@ class Counts(Stage, LoopStage):
                 update again.
         """
         counted = self._count_microbatches(count, microbatches, batch)
-        if may_repeat and self._last is not None and self._last[0] == batch:
-            _, counted_before, totals = self._last
+        updates = self._training.updates  # of all stages: the first batches of two may be equal
+        if may_repeat and self._last is not None and self._last[:2] == (updates, batch):
+            *_, counted_before, totals = self._last
             if not any(isinstance(number, Tensor) for number in counted.values()) and counted != counted_before:
                 raise RuntimeError(
                     f"update {batch.step} was read again and counts {counted} on this rank, but the other ranks have "
@@ -141,7 +142,7 @@ class Counts(Stage, LoopStage):
             self._compare_names([*counted], agreement)
         totals = self._sum_over_ranks(counted)
         if self._ranks.number > 1:
-            self._last = batch, counted, totals
+            self._last = updates, batch, counted, totals
         return totals
 
     def _count_microbatches(self, count: Count, microbatches: Iterable[Any], batch: Batch) -> dict[str, Any]:
