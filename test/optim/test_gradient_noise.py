@@ -417,3 +417,13 @@ def test_adascale_around_adam_and_what_uses_the_sign_warns_and_names_adamscale(n
         vbs.CustomOptimizer(kind(model.parameters()), sampler, 8, rule="adascale")
     vbs.AdamScaleOptimizer(kind(model.parameters()), sampler, 8)
     vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters()), sampler, 8)
+
+
+def test_a_loaded_state_is_not_changed_by_later_updates():
+    run = training(vbs.AdaScaleOptimizer, [4] * 20, minibatch_size=4, noise="differenced").run(3)
+    state = run.optimizer.state_dict()
+    earlier = copy.deepcopy(state["vbs"]["noise"]["earlier"])
+    run.optimizer.load_state_dict(state)
+    run.run(3)
+    for found, expected in zip(state["vbs"]["noise"]["earlier"].values(), earlier.values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from itertools import count
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
+from helpers.interrupts import Interrupt
 from helpers.processes import run_job
 from variable_batch_size.testing import run_ranks
 
@@ -124,6 +126,26 @@ def test_an_exception_within_leaves_the_training_as_it_was():
             optimizer.backward(module(rows).square().mean())
             optimizer.step()
     assert ([weight.tolist() for weight in model.parameters()], optimizer.lr_factor()) == run
+
+
+def test_an_interrupt_of_its_beginning_leaves_the_training_as_it_was():
+    model, _ = new("plain")
+    sampler = vbs.CustomSampler(40, SIZES, 1, 0, 4, shuffle=False, fixed_shape=False)
+    *trained, other = model.parameters()
+    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(trained, lr=0.01), sampler, 8, model=model)
+    gradient = other.grad = torch.ones_like(other)
+    for line in count(1):
+        block = optimizer.outside()
+        try:
+            with Interrupt(line, "optim/loops/outside.py"):
+                block.__enter__()
+        except KeyboardInterrupt:
+            assert other.grad is gradient
+            optimizer.state_dict()
+        else:
+            block.__exit__(None, None, None)
+            break
+    assert line > 10
 
 
 def train_whole(backend, how):

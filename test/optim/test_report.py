@@ -208,6 +208,8 @@ def test_values_of_a_discarded_step_do_not_count():
         if run.optimizer.step():
             break
     assert run.optimizer.logged["loss"].item() == 2.0
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert run.optimizer.logged == {}
 
 
 def update_of(run, value, count=None):

@@ -209,6 +209,7 @@ class StepMeans(Stage):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the names of logged values; without an entry, the names of the next update must stay."""
         self.names = tuple(state["logged"]) if self._backend.elastic and "logged" in state else None
+        self._last = None
 
     @property
     def last_means(self) -> dict[str, Tensor]:

@@ -32,18 +32,18 @@ def outside(training: Training) -> Iterator[None]:
     with ExitStack() as stack:
         if training.batches.reproducible:  # random numbers of the block must not change the ones that follow
             stack.enter_context(kept_states())
-        for member in members:
-            module = member._abilities.module  # None if the optimizer was created without model=
-            # The forward of a DistributedDataParallel would send its buffers, where other ranks may call none.
-            if isinstance(module, DistributedDataParallel):
-                stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
-                module.require_forward_param_sync = False
-            # A model may have parameters that the optimizer does not train; their gradients are restored, too.
-            for parameter in chain(member._abilities.parameters_of_model, member._updater.parameters):
-                gradients.setdefault(parameter, parameter.grad)
-                parameter.grad = None
-        training.phase = Phase.OUTSIDE
         try:
+            for member in members:
+                module = member._abilities.module  # None if the optimizer was created without model=
+                # The forward of a DistributedDataParallel would send its buffers, where other ranks may call none.
+                if isinstance(module, DistributedDataParallel):
+                    stack.callback(setattr, module, "require_forward_param_sync", module.require_forward_param_sync)
+                    module.require_forward_param_sync = False
+                # A model may have parameters that the optimizer does not train; their gradients are restored, too.
+                for parameter in chain(member._abilities.parameters_of_model, member._updater.parameters):
+                    gradients.setdefault(parameter, parameter.grad)
+                    parameter.grad = None
+            training.phase = Phase.OUTSIDE
             yield
         finally:
             training.phase = Phase.BETWEEN_STEPS

@@ -93,7 +93,12 @@ class DifferencedEstimator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the gradient of the previous update, to compare the next one with; drop it if the state has none."""
         earlier = state.get("earlier")
-        self._previous = None if earlier is None else _Previous(*(earlier[key] for key in _KEYS))
+        if earlier is None:
+            self._previous = None
+            return
+        gradients, *numbers = (earlier[key] for key in _KEYS)
+        copies = [None if gradient is None else gradient.clone() for gradient in gradients]  # later ones replace them
+        self._previous = _Previous(copies, *numbers)
 
     def _replace_previous(
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
