@@ -184,6 +184,34 @@ def test_a_new_training_does_not_save_beside_checkpoints_that_it_has_not_restore
     assert updates(saved) == ([3] if keep == 1 else [1, 2, 3])
 
 
+def test_an_error_of_one_rank_is_told_where_a_later_part_communicates(tmp_path):
+    """The state of metrics is a sum over the ranks, in which the others would wait for this one."""
+
+    class Fails:
+        broken = False
+
+        def state_dict(self):
+            if self.broken:
+                raise KeyError("its file is gone")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    def train(backend):
+        run, part = training(backend=backend), Fails()
+        with checkpoint(tmp_path, run, part=part, metrics=vbs.Accumulator(run.optimizer)) as saves:
+            run.run(1)
+            saves.save()
+            part.broken = backend.world.rank == 1
+            with pytest.raises(RuntimeError, match="its file is gone"):
+                saves.save()
+            part.broken = False
+            saves.save()
+
+    run_ranks(train, 2)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_restore_that_was_interrupted_has_to_be_called_again_before_a_save(world, saved):
     """As by Ctrl-C in a notebook, on the last rank, when the optimizer is loaded and the model is not."""

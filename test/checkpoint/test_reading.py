@@ -76,9 +76,9 @@ def test_a_reader_gets_no_older_checkpoint_while_the_training_saves_and_deletes(
             saves.save()
         newest, listings, listed, busy = run.optimizer.updates, 0, Storage.listed, False
 
-        def list_and_save(storage):
+        def list_and_save(storage, *prefix):
             nonlocal listings, busy
-            found = listed(storage)
+            found = listed(storage, *prefix)
             if not busy:
                 listings += 1
                 busy = True

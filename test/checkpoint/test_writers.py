@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -99,6 +102,54 @@ def test_a_later_object_of_this_process_takes_over(tmp_path):
     assert updates(tmp_path) == [1, 2]
     with pytest.raises(RuntimeError, match=r"is not written by this Checkpoint, which was closed.*; create another"):
         second.save()
+
+
+def test_an_object_that_was_dropped_needs_no_wait(tmp_path, no_locks):
+    """Of this process, also where its record stays, as in a store."""
+    run = training().run(1)
+    checkpoint(tmp_path, run).save()
+    gc.collect()
+    with checkpoint(tmp_path, training()) as later:
+        assert later.restore()
+
+
+LOCKED = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("locked")
+"""
+
+
+def test_a_copy_of_the_folder_leaves_it_locked(tmp_path):
+    """POSIX drops the locks that a process has on a file when it closes any descriptor of it."""
+    folder, command = tmp_path / "a", [sys.executable, "-c", LOCKED, str(tmp_path / "a" / ".lock")]
+    run = training().run(1)
+    with checkpoint(folder, run) as saves:
+        saves.save()
+        shutil.copytree(folder, tmp_path / "b")
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+        run.run(1)
+        saves.save()
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "locked\n"
+
+
+def test_a_folder_that_cannot_be_read_beside_checkpoints_is_left_alone(tmp_path, monkeypatch):
+    """As lost+found at the root of a volume."""
+    (tmp_path / "lost+found").mkdir()
+    listdir = os.listdir
+
+    def refuse(path):
+        if "lost+found" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with checkpoint(tmp_path, training().run(1)) as saves:
+        saves.save()
+        assert saves.restore()
+    assert vbs.read_checkpoint(tmp_path)
 
 
 def test_a_forked_child_neither_writes_nor_releases(tmp_path):

@@ -125,6 +125,7 @@ def start(script: str, *arguments: object, new_session: bool = False) -> subproc
 def as_another_process() -> None:
     """Let this process be another one than that of the writers so far."""
     writer._open.clear()
+    writer._own.clear()
 
 
 def resealed(text: str, version: int | str) -> str:

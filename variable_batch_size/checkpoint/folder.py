@@ -78,7 +78,7 @@ class Folder:
 
         A checkpoint is complete if it has the JSON of each rank that writes, as many as its name says.
         """
-        listed = self.storage.listed()
+        listed = self.storage.listed("update-")
         complete = list[str]()
         for name, files in listed.items():
             match = _NAME.fullmatch(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, Protocol, final, runtime_checkable
@@ -106,15 +106,30 @@ class Parts:
         Raises:
             RuntimeError: if a restore has begun to change the parts, and was interrupted.
         """
+        states = self._states_of(self._by_name)
         if self._restoring:
             raise RuntimeError(
                 f"a save needs a state of one update, but the restore of {self._restoring} did not come to its end, so "
                 f"that parts of it are missing; call restore() again, or end the training"
             )
-        states = {name: self._state_of(name) for name in self._by_name}
         for name, part in self._by_name.items():
             if in_loop and isinstance(part, CustomOptimizer):  # a restored loop then ends the epoch first
                 states[name]["vbs"]["sampler"]["end_pending"] = True
+        return states
+
+    def _states_of(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the states of these parts by name.
+
+        The first error is raised after all: a state may need an exchange, in which other ranks would wait for this one.
+        """
+        states, errors = dict[str, dict[str, Any]](), list[Exception]()
+        for name in names:
+            try:
+                states[name] = self._state_of(name)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return states
 
     def equal_on_ranks(self, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -168,9 +183,9 @@ class Parts:
             RuntimeError: if a stream with a state feeds the optimizer, and is no part.
         """
         check_stream_is_saved(self._optimizer, self._by_name.values())
-        for name, part in self._by_name.items():
-            if updated or not isinstance(part, DataLoader):
-                encode(self._state_of(name), name, {}, {})
+        asked = [name for name, part in self._by_name.items() if updated or not isinstance(part, DataLoader)]
+        for name, state in self._states_of(asked).items():
+            encode(state, name, {}, {})
         self.check_reload()
         self._optimizer.backend.mark_step()
         return ""

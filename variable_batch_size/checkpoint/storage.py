@@ -94,10 +94,13 @@ class Storage:
             return [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path_of(folder), detail=False)]
         return []
 
-    def listed(self) -> dict[str, set[str]]:
-        """Return the names in the folder, each with the names of the files within it; one request to a store."""
+    def listed(self, prefix: str = "") -> dict[str, set[str]]:
+        """Return the names in the folder, each with the names of the files within it; one request to a store.
+
+        On a disk only folders whose names begin with `prefix` are looked into: others may be unreadable.
+        """
         if self.on_disk:  # fsspec's `find` looks at every file, and raises if one is deleted meanwhile
-            return {name: {*self.names(name)} for name in self.names()}
+            return {name: {*self.names(name)} if name.startswith(prefix) else set() for name in self.names()}
         by_name: dict[str, set[str]] = {}
         for path in self._fs.find(self._path):
             name, _, file = path.removeprefix(self._path + "/").partition("/")

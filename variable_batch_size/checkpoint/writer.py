@@ -25,6 +25,7 @@ SECONDS: Final = 600.0  # from the last write of a writer's file until another j
 RENEWAL: Final = 60.0  # seconds between two writes of a writer's file
 
 _NAME = re.compile(r"\.writer-(\d{4,})")
+_own = set[tuple[int, str]]()  # process ids, and tokens of writers that were theirs
 _open = weakref.WeakValueDictionary[str, "Writer"]()  # the writers of this process, by the real path of the folder
 
 
@@ -99,13 +100,14 @@ class Writer:
             earlier_writer._stop()
         try:
             locked = self._lock_file(last)
-            # A writer of this process, which was stopped above, needs no check.
-            if last is not None and (earlier_writer is None or earlier_writer._record.token != last.token):
+            # A writer of this process, which was stopped above or is garbage, needs no check.
+            if last is not None and (os.getpid(), last.token) not in _own:
                 self._check_free(last, last_number, locked)
             self.number, host = max(last_number, highest) + 1, socket.gethostname()
             newest, best = (last.newest, last.best) if last else ("", "")
             process = f"process {os.getpid()} on {host}"
             self._record = Record(self._run, process, host, uuid4().hex, locked, newest=newest, best=best)
+            _own.add((os.getpid(), self._record.token))
             self._put(create=True)
             for earlier in self._numbers():
                 if earlier < self.number:
@@ -150,6 +152,7 @@ class Writer:
                 f"{folder} is not written by this Checkpoint, which was closed, is in a forked process, or was "
                 f"followed by another one; {remedy} another Checkpoint"
             )
+        self._hold_lock()
         records = self._records() or {self.number: self._record}  # all files were deleted: the next save begins anew
         last_number, last_record = max(records.items())  # the highest number, which writes, and its record
         if last_number > self.number:
@@ -237,6 +240,14 @@ class Writer:
                 raise OSError(self._refusal(other_writer)) from None
             return False
         return True
+
+    def _hold_lock(self) -> None:
+        """Lock `.lock` again: a copy of the folder that this process has made has unlocked it, by closing the file."""
+        if self._file is not None:
+            import fcntl
+
+            with suppress(OSError):  # another process was faster: its record says so
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
         """Check that no other process may still write to the folder.
