@@ -81,7 +81,7 @@ def run_scheduled(rng, size, work, monkeypatch):
     def after_update(agreement):
         """An update takes 1 ms, and no rank is more than 100 updates ahead of another one."""
         nonlocal now
-        now += 1e-3
+        now += rng.choice([*20 * [1e-3], 0.6])  # the slow ones take longer than any look was to wait for
         rank = agreement.world.rank
         while made[rank] > min(made) + 100:
             scheduler.wait(rank)
@@ -113,6 +113,34 @@ def seeded():
     seed = random.randrange(2**32)
     print("seed", seed)
     return random.Random(seed)
+
+
+def test_a_wish_is_granted_soon_also_where_updates_have_become_slow(monkeypatch):
+    """The last look was to be followed by hundreds of quick updates."""
+    ranks, now, barrier = agreements(2 * [dist.HashStore()]), [0.0], threading.Barrier(2)
+
+    def clock():
+        now[0] += 1e-3
+        return now[0]
+
+    patched = SimpleNamespace(perf_counter=clock, monotonic=lambda: 0.0, sleep=lambda seconds: None)
+    monkeypatch.setattr(f"{Agreement.__module__}.time", patched)
+
+    def work(rank):
+        for update in range(1200):
+            if (rank, update) == (1, 803):
+                ranks[rank].wish("stop")
+            if barrier.wait() == 0:
+                now[0] += 1e-3 if update < 800 else 1.0
+            barrier.wait()
+            ranks[rank].after_update()
+            if ranks[rank].take_granted("stop"):
+                return update
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    assert first == second <= 805
 
 
 def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monkeypatch):

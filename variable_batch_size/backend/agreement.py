@@ -245,7 +245,9 @@ class Agreement:
         if self.world.size == 1:
             return
         self._updates += 1
-        if self._next is None and (self._wishes or self._updates >= self._reserved):
+        # Updates may be slower than those by which the reservation was chosen: a look then lowers it.
+        is_due = self._updates >= self._reserved or time.perf_counter() - self._looked_time > _MAX_INTERVAL
+        if self._next is None and (self._wishes or is_due):
             # If the process with the store has ended, either the training is over, or the next sum of gradients fails.
             with suppress(dist.DistNetworkError):
                 self._look_for_request()
