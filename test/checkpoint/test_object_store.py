@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fsspec
 import pytest
 import s3fs
+from fsspec.implementations.memory import MemoryFileSystem
 
 import variable_batch_size as vbs
 from helpers.checkpoints import as_another_process, checkpoint, intact, save_checkpoint, told, updates
@@ -222,3 +224,30 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
     with pytest.raises(ModuleNotFoundError, match=r"gs://bucket/a needs .* pip install 'variable_batch_size\[cloud\]'"):
         checkpoint("gs://bucket/a", training())
     checkpoint(str(tmp_path), training()).close()
+
+
+class Account(MemoryFileSystem):
+    """A store whose URLs name a host, which its paths lack, as those of Azure do."""
+
+    protocol = "account"
+    root_marker = ""
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        if not path.startswith("account://"):
+            return super()._strip_protocol(path)
+        box, _, rest = path.removeprefix("account://").partition("/")
+        return f"/{box.partition('@')[0]}/{rest}".rstrip("/")
+
+
+def test_a_url_keeps_the_host_that_the_paths_of_its_store_lack():
+    fsspec.register_implementation("account", Account, clobber=True)
+    url = "account://box@host/runs/a/"
+    run = training().run(1)
+    with checkpoint(url, run) as saves:
+        assert saves.save().startswith("account://box@host/runs/a/update-")
+        assert saves.latest is not None
+        assert saves.latest.startswith("account://box@host/runs/a/update-")
+    assert vbs.read_checkpoint(saves.latest)
+    with checkpoint(url.rstrip("/"), training()) as later:
+        assert later.restore()

@@ -75,7 +75,8 @@ class Storage:
             ) from None
         self._path = self._path.rstrip("/")
         self.on_disk = isinstance(self._fs, LocalFileSystem)
-        self.location = self._path if self.on_disk else self._fs.unstrip_protocol(self._path).rstrip("/")
+        # Not the path of the store, which may lack what the URL says, such as the account of an Azure container.
+        self.location = self._path if self.on_disk else text.rstrip("/")
 
     def at(self, *names: str) -> str:
         """Return the path or URL of something in the folder."""
