@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
+from helpers.processes import run_job
 from helpers.reference import REF, SIZES, assert_equal, training, twin
 from variable_batch_size.testing import run_ranks
 
@@ -60,3 +62,27 @@ def test_a_scale_that_is_too_large_costs_few_updates_for_any_number_of_microbatc
         scale, made = train(minibatch_size)
         assert scale >= train(160)[0] / 4
         assert made >= train(160)[1] - 1
+
+
+def overflow_on_rank_1(backend):
+    """The first microbatch of rank 1 has large gradients; return the scale of this rank, and the updates made."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    sampler = vbs.CustomSampler(60, 4, backend.world.size, backend.world.rank, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = vbs.ConstantOptimizer(inner, sampler, model=model, backend=backend)
+    scaler, made = torch.amp.GradScaler("cpu", init_scale=2.0**125), 0
+    for update in vbs.updates(sampler, optimizer):
+        for number, rows in enumerate(update):
+            factor = 1e3 if (backend.world.rank, number) == (1, 0) else 1.0
+            optimizer.backward(model(torch.ones(len(rows), 1)).mean() * factor, scaler=scaler)
+            made += bool(scaler.step(optimizer))
+            scaler.update()
+    return scaler.get_scale(), made
+
+
+@pytest.mark.slow("starts processes")
+def test_the_scale_falls_where_a_microbatch_of_one_rank_overflows_in_ddp():
+    """Its scaler alone makes its scale smaller: that of the others is too large then."""
+    (_, made), (scale, also_made) = run_job("gloo", overflow_on_rank_1, ranks=2)
+    assert made == also_made > 5
+    assert scale < 2.0**125

@@ -88,12 +88,18 @@ class InBackward(Sum):
         return gradients, message
 
     def _common_scale(self, scale: Tensor) -> Tensor:
-        """Return rank 0's scale of losses, 0-D: scaled gradients are added over ranks, whose scalers may differ."""
+        """Return the smallest scale of losses of all ranks, 0-D.
+
+        Scaled gradients are added over ranks, whose scalers may differ: only that of a rank whose gradient overflows
+        is sure to become smaller.
+        """
         backend = self._backend.job
-        if backend.world.size > 1:
-            scale = scale * (backend.world.rank == 0)  # 0 on other ranks, so that the sum is the scale of rank 0
-            backend.all_reduce_sum([scale.view(1)])
-        return scale
+        if backend.world.size == 1:
+            return scale
+        scales = scale.new_zeros(backend.world.size)  # (ranks,), of which each fills in its own
+        scales[backend.world.rank] = scale
+        backend.all_reduce_sum([scales])
+        return scales.min()
 
     def reset(self, timeout: float | None = None) -> None:
         """Let the step start over, on all ranks: one rank cannot take back what it has summed with others.
