@@ -204,3 +204,21 @@ def test_microbatches_that_train_different_parameters(dtype, options, sizes):
     for expert, twin in zip(experts, twins, strict=True):
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-12
         torch.testing.assert_close(expert.double(), twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_half_precision_that_comes_later_accumulates_in_float32(later):
+    rows = torch.randn(512, 4, generator=torch.Generator().manual_seed(0)) + 1
+    head, body = torch.nn.Linear(1, 1), torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    groups = [{"params": list(model.parameters())} for model in (head, body)]
+    inner = torch.optim.SGD(groups[:1] if later else groups, lr=1.0)
+    optimizer = vbs.ConstantOptimizer(inner, sampler := vbs.CustomSampler(512, 512, 1, 0, 1, shuffle=False))
+    if later:
+        optimizer.add_param_group(groups[1])
+    found = []
+    inner.register_step_pre_hook(lambda *_: found.append(body.weight.grad.float().clone()))
+    for indices in sampler:
+        loss = 0 * head(torch.ones(1, 1)).sum() + body(rows[indices].bfloat16()).float().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+    torch.testing.assert_close(found[0], rows.bfloat16().float().mean(0, keepdim=True), rtol=5e-3, atol=0)

@@ -129,12 +129,8 @@ def strategy_for(
     """
     options: dict[str, Any] = {"by_rows": by_rows, "needs": needs}
     ranks = Ranks(backend)
-    kind: Callable[..., Sum] = Plain if needs is None else Buffered
-    if any(map(is_narrow, parameters)):
-        kind = Widened
     if reproducible:
         _check_reproducible(module, parameters, backend)
-        kind = IntegerSum
     # With an elastic backend, replicas of the model come and go. A replica can be sharded over the ranks of a job.
     inside_replica, between_replicas = backend, None
     if isinstance(backend, ElasticBackend):
@@ -158,7 +154,13 @@ def strategy_for(
         return Strategy(ranks, partial(Sharded, ranks, agreement=agreement, module=module, **options))
     if isinstance(module, DistributedDataParallel):
         return Strategy(ranks, partial(DDP, ranks, agreement=agreement, module=module, **options))
-    return Strategy(ranks, partial(kind, ranks, find_unused=find_unused, **options))
+
+    def create(parameters: Parameters) -> Sum:  # they may change: half precision may come later
+        narrow = any(map(is_narrow, parameters))
+        kind: Callable[..., Sum] = Widened if narrow else Plain if needs is None else Buffered
+        return (IntegerSum if reproducible else kind)(ranks, parameters, find_unused=find_unused, **options)
+
+    return Strategy(ranks, create)
 
 
 def _check_reproducible(module: Module | None, parameters: Sequence[Tensor], backend: Backend) -> None:
