@@ -403,3 +403,20 @@ def test_what_is_logged_of_a_loss_is_divided_as_its_gradient(reduction, ranks):
             assert logged == pytest.approx(mean, rel=1e-6)
             if reduction != "terms":
                 assert (by_tokens if reduction == "tokens" else of_samples) == pytest.approx(mean, rel=1e-12)
+
+
+def test_equal_replays_of_a_slow_rank_are_two_microbatches():
+    """A rank of half a share beside one of three microbatches, padded as in FSDP2."""
+
+    def train(backend):
+        run = training(sizes=[16, 16], backend=backend, minibatch_size=5, sampling={"speeds": [15, 1]})
+        run.sampler.attach(None, spread=True, padded=True)
+        metrics = vbs.Accumulator(run.optimizer)
+        for indices in run.microbatches(2):
+            run.optimizer.backward(loss := run.loss(indices))
+            metrics.add(loss=loss)
+            run.optimizer.step()
+        return metrics.read()["loss"]
+
+    first, second = run_ranks(train, 2)
+    assert first == second

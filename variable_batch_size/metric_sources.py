@@ -24,6 +24,7 @@ class TrainingSource:
         self.backend = optimizer.backend
         self._optimizer = optimizer
         self._microbatch: Microbatch | None = None  # of the last value
+        self._round = 0  # how many of this rank came before it in the step
         self._names: frozenset[str] = frozenset()  # that have a value for it
 
     @property
@@ -53,7 +54,8 @@ class TrainingSource:
         the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
         """
         microbatch = self._current_microbatch()
-        names_before = self._names if microbatch == self._microbatch else frozenset()  # that have a value for it
+        current = self._optimizer._training.round_of(self._optimizer), microbatch  # two replays may be equal
+        names_before = self._names if current == (self._round, self._microbatch) else frozenset()  # that have a value
         repeated_names = sorted(names_before & names)
         if repeated_names:
             raise RuntimeError(
@@ -62,7 +64,7 @@ class TrainingSource:
                 f"optimizer.discard_step()"
             )
         weights = {name: microbatch.samples for name in (*names, SAMPLES) if name not in names_before}
-        self._microbatch = microbatch
+        self._round, self._microbatch = current
         self._names = names_before.union(weights)
         return weights
 

@@ -160,3 +160,14 @@ def test_other_inner_optimizers_raise_on_every_rank(option, sentence):
         return 1
 
     assert run_ranks(train, 2) == [1, 1]
+
+
+def test_a_norm_that_one_rank_sets_later_is_told():
+    def train(backend):
+        run = training(backend=backend, max_grad_norm=1.0).run(1)
+        if backend.world.rank == 1:
+            run.optimizer.max_grad_norm = 0.1
+        with pytest.raises(RuntimeError, match=r"same max_grad_norm, but it is 1\.0 on rank 0 and 0\.1 on rank 1"):
+            run.run(1)
+
+    run_ranks(train, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -160,3 +161,12 @@ def test_a_beta_that_vanishes_is_refused():
         ValueError, match=r"beta2 .* must stay above 9e-19, but a rule changes 1e-09, got .*; limit the"
     ):
         run.run(1)
+
+
+def test_the_gradients_of_an_update_are_freed_after_it():
+    run = training(vbs.InvariantAdamRuleOptimizer, [16] * 3, minibatch_size=4, ref_batchsize=8, inner=torch.optim.AdamW)
+    found = []
+    run.optimizer.inner.register_step_pre_hook(lambda *_: found.append(weakref.ref(next(run.model.parameters()).grad)))
+    run.run(2)
+    assert len(found) == 2
+    assert all(gradient() is None for gradient in found)

@@ -275,7 +275,13 @@ class Updater:
         self._loaded, batch = {}, due.batch
         reference = batch.batch_size if self.ref_batchsize is None else self.ref_batchsize
         asked = RuleInput(batch.batch_size, reference, due.updates, due.samples)
-        facts = {"epoch": due.epoch, "step": due.updates, "batch_size": batch.batch_size, "samples": due.samples}
+        facts: dict[str, Any] = {
+            "epoch": due.epoch,
+            "step": due.updates,
+            "batch_size": batch.batch_size,
+            "samples": due.samples,
+        }
+        facts["max_grad_norm"] = self.options.max_grad_norm  # it may be set between updates
         update = UpdateUnderWay(batch, asked, self.rules, self.parameters, facts, self.sum.message)
         self.stages.call("begin", update)
         factor = None  # on all gradients, if it is known before they are

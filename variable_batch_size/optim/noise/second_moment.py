@@ -152,9 +152,6 @@ class SecondMoment(Stage):
 
     def _watch_hooks(self) -> None:
         """If the inner optimizer has pre-hooks of its step, add a last one that raises if they change gradients."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
         if not self._inner._optimizer_step_pre_hooks:
             return
         parameters = list(self._sums)
@@ -172,6 +169,9 @@ class SecondMoment(Stage):
     def clear(self) -> None:
         """Discard the sums of squares of a step, after its update or because it starts over."""
         self._sums = {}
+        if self._watch is not None:  # it holds the gradients
+            self._watch.remove()
+            self._watch = None
 
 
 def create_second_moment(inner: Optimizer, reference: int | None, backend: Backend, sampler: Dealer) -> SecondMoment:
