@@ -265,6 +265,11 @@ def test_what_is_refused(tmp_path):
         (lambda: fit(made(), callbacks=[callbacks.BackupAndRestore(tmp_path)]), ValueError, "VariableBatchCheckpoint"),
         (lambda: fit(made(), class_weight={0: 2.0}), ValueError, "class_weight must be None, .* as sample_weight"),
         (lambda: made().fit(pair for pair in [(X, Y)]), TypeError, "the data must have an index, .*; pass arrays"),
+        (
+            lambda: made().fit(DataLoader(Samples(), 8), validation_split=0.25),
+            ValueError,
+            "validation_split needs arrays, got a DataLoader; split its dataset",
+        ),
         (lambda: made().fit(DataLoader(Samples(), 8), Y), TypeError, "a DataLoader with a map-style dataset alone"),
         (lambda: made().fit(X, Y[:200]), ValueError, r"must have the same number of samples, got \[200, 203\]; pass"),
         (lambda: made().fit(choice, verbose=0), TypeError, "must read each sample once an epoch"),

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.tuner import Tuner
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
@@ -77,6 +77,24 @@ def test_a_training_that_max_steps_has_ended_resumes_in_its_epoch(steps, tmp_pat
     run = fit(module, ckpt_path=tmp_path / "part.ckpt", max_steps=steps or -1)
     assert run.global_step == (steps or UPDATES)
     assert_trained(module, run.global_step)
+
+
+def test_a_trainer_that_resumes_twice_trains_as_many_epochs_again(tmp_path):
+    fit(max_steps=3).save_checkpoint(tmp_path / "part.ckpt")
+    run = trainer()
+    for _ in range(2):
+        module = Module(PLAIN)
+        run.fit(module, loader(), ckpt_path=str(tmp_path / "part.ckpt"))
+        assert run.global_step == UPDATES
+        assert_trained(module)
+
+
+def test_a_loader_may_have_a_batch_sampler_of_torch():
+    module = Module(PLAIN)
+    given = loader()
+    batches = BatchSampler(given.sampler, given.batch_size, drop_last=False)
+    fit(module, DataLoader(given.dataset, batch_sampler=batches, collate_fn=given.collate_fn))
+    assert_trained(module)
 
 
 @pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
@@ -338,6 +356,14 @@ def with_method(name, method):
     return type("Other", (Module,), {name: method})(PLAIN)
 
 
+class Normalized(Module):
+    """It has a batch normalization that the ranks share."""
+
+    def __init__(self, case):
+        super().__init__(case)
+        self.norm = torch.nn.SyncBatchNorm(2)
+
+
 REFUSED = [
     ({"accumulate_grad_batches": 4}, "`accumulate_grad_batches` must be 1, got 4; let the trace"),
     ({"val_check_interval": 0.5}, "be 1.0, a number of updates or a time, got 0.5; pass a number"),
@@ -348,6 +374,10 @@ REFUSED = [
     ({"module": with_method("on_train_batch_start", lambda self, batch, i: -(i == 3))}, "updates of epoch 0 are left"),
     ({"module": Two("counted")}, r"must step by self.optimizers\(use_pl_optimizer=False\)"),
     ({"module": Two("step first")}, r"all backward passes of a training_step must run before its first step\(\)"),
+    (
+        {"module": Normalized(PLAIN), "callbacks": [callbacks.StochasticWeightAveraging(0.01)]},
+        "of a model without batch normalization",
+    ),
     ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
     ({"data": [loader(), loader()]}, "must be one DataLoader"),
     ({"data": DataLoader(Samples(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))}, "once an epoch"),

@@ -68,6 +68,20 @@ def test_a_training_has_the_length_that_was_asked_for(tmp_path, name, value, upd
     assert trainer.lr_scheduler.get_last_lr() == [0.0]
 
 
+@pytest.mark.parametrize("by", ["steps", "epoch"])
+def test_a_training_that_ends_before_max_steps_is_saved_and_evaluated_once_at_its_end(tmp_path, by):
+    """As one does whose max_steps is only a bound, with a controller."""
+    case = TrainerCase("sgd", adaptive=True)
+    options = {"save_strategy": by, "eval_strategy": by, "save_steps": 8, "eval_steps": 8}
+    trainer = trained(tmp_path, case, **options)
+    evaluated = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
+    made = trainer.variable_optimizer.updates
+    assert made % 8
+    assert len(evaluated) == (3 if by == "epoch" else made // 8 + 1) == len({*evaluated})
+    assert evaluated[-1] == made == trainer.state.global_step
+    assert (tmp_path / f"checkpoint-{made}").is_dir()
+
+
 def test_a_finished_training_resumes_to_nothing_and_a_longer_one_continues(tmp_path):
     first = trained(tmp_path, save_strategy="steps", save_steps=13)
     again = trained(tmp_path, resume=True)

@@ -72,6 +72,9 @@ def pop_loader(arguments: dict[str, Any]) -> DataLoader[Any]:
     x, y, sample_weight = arguments.pop("x"), arguments.pop("y"), arguments.pop("sample_weight")
     shuffle, validation_share = arguments.pop("shuffle"), arguments.pop("validation_split")
     if isinstance(x, DataLoader) and y is None and sample_weight is None:
+        if validation_share and arguments["validation_data"] is None:
+            remedy = "split its dataset, and pass validation_data="
+            raise value_error("validation_split needs arrays", "a DataLoader", remedy)
         return x
     data = map_arrays(_to_tensor, keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
     lengths = {len(array) for array in keras.tree.flatten(data) if array is not None}

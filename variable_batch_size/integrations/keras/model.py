@@ -155,7 +155,7 @@ class VariableBatchModelMixin(Base):
         sampler = sampler_for(loader, settings)
         is_new = optimizer is None or not optimizer.updates or optimizer.inner.wrapped is not self.optimizer
         if is_new or self._loss_check is None:
-            first_indices = [*range(min(len(loader.dataset), loader.batch_size))]
+            first_indices = [*range(min(len(loader.dataset), loader.batch_sampler.batch_size))]
             batch = loader.collate_fn(read_rows(loader.dataset, first_indices))
             # Private: it creates all variables without a forward, which might draw numbers.
             self._symbolic_build(data_batch=batch)

@@ -104,6 +104,9 @@ class VariableBatch(ParallelStrategy):
         """Take the module; if it is to be trained, check the settings of the Trainer."""
         super().connect(model)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
+            loop = self._module.trainer.fit_loop
+            if self._ahead and loop.max_epochs not in (None, -1):  # of an earlier `fit` from a checkpoint
+                loop.max_epochs -= self._ahead
             self._reset()
             check_settings(SETTINGS, self._module.trainer, "Lightning")
 
@@ -161,7 +164,7 @@ class VariableBatch(ParallelStrategy):
         sampler = training_sampler(loader, self.settings, trainer, self.distributed_sampler_kwargs)
         self._wrapped = [self._wrap_optimizer(inner, sampler) for inner in self.optimizers]
         self._start = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
-        batches = -(-len(loader.dataset) // loader.batch_size)
+        batches = -(-len(loader.dataset) // loader.batch_sampler.batch_size)
         for config in self.lr_scheduler_configs:
             if config.interval == "step":
                 check_schedule(config.scheduler, sampler, batches, trainer.max_steps)

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import callbacks as lc
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from variable_batch_size.integrations.supported import Setting
 
@@ -38,8 +38,8 @@ def _hook(name: str) -> Callable[[Any], str]:
 
 def _averaging(trainer: Any) -> str:
     """Return the callback that averages weights, if the model has batch normalization, whose statistics it breaks."""
-    layers = BatchNorm1d | BatchNorm2d | BatchNorm3d
-    normalizes = any(isinstance(part, layers) for part in trainer.lightning_module.modules())
+    # Private, and what Lightning asks for: also of several ranks, and of sizes that the first batch tells.
+    normalizes = any(isinstance(part, _BatchNorm) for part in trainer.lightning_module.modules())
     return _callback(lc.StochasticWeightAveraging)(trainer) if normalizes else "none"
 
 

@@ -262,7 +262,7 @@ class Follower(TrainerCallback):
         self._trainer.accelerator.sync_gradients = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Correct the epoch, by the samples that were used: Trainer takes all epochs to be equally long."""
+        """Correct the epoch, by the samples that were used, and the end: Trainer takes epochs to be equally long."""
         sampler = self._trainer.variable_optimizer.sampler
         if sampler.batches.arriving:  # a stream has no epochs
             state.epoch = state.global_step / args.max_steps
@@ -270,6 +270,8 @@ class Follower(TrainerCallback):
             epoch = sampler.batches.epoch(sampler.position)
             step = sampler.position.step
             state.epoch = sampler.plan.epochs_before(epoch, step)
+        if state.global_step and self._trainer.variable_optimizer.done:  # other callbacks then save and evaluate
+            state.max_steps = state.global_step
 
 
 def saved_position(checkpoint: Any) -> Any:
