@@ -110,6 +110,23 @@ def test_a_run_that_was_killed_may_have_made_more_updates(steps, more, tmp_path,
     assert (restored["lost"], restored["damaged"]) == (1, "update-00000002-0001-2-1")
 
 
+def test_the_first_update_is_told_after_a_start_and_after_a_restore(tmp_path):
+    run = training()
+    with checkpoint(tmp_path, run, every=2) as saves:
+        for _ in range(3):
+            run.run(1)
+            saves.step()
+    later = training()
+    with checkpoint(tmp_path, later) as saves:
+        assert saves.restore()
+        for _ in range(2):
+            later.run(1)
+            saves.step()
+    found = [(line["event"], line["update"]) for line in events.read_events(Storage(tmp_path))]
+    assert found[:3] == [("start", 0), ("progress", 1), ("save", 2)]
+    assert found[-4:] == [("start", 0), ("restore", 2), ("progress", 3), ("end", 4)]
+
+
 def test_a_skipped_update_is_an_event(tmp_path):
     run, scaler = training(), torch.amp.GradScaler("cpu", init_scale=4.0)
     rows = iter(run.sampler)

@@ -434,3 +434,28 @@ def test_a_save_before_step_does_not_hide_a_signal(tmp_path):
             saves.step()
     assert run.optimizer.updates == 3
     assert updates(tmp_path)[-1] == 3
+
+
+def test_the_save_of_a_signal_at_the_end_of_an_epoch_resumes_before_that_end(tmp_path):
+    """Also if the loop has just saved the same update."""
+    run = training(sizes=[10] * 5)
+    with vbs.Preemption(), checkpoint(tmp_path, run) as saves, pytest.raises(SystemExit):  # noqa: PT012
+        for number in range(1, 6):
+            run.run(1)
+            if number == 5:
+                signal.raise_signal(signal.SIGTERM)
+            saves.save(in_loop=True)
+            saves.step()
+    later = training(sizes=[10] * 5)
+    with checkpoint(tmp_path, later) as saves:
+        assert saves.restore()
+    assert (later.optimizer.epoch, later.sampler.training.end_pending) == (0, True)
+
+
+def test_a_close_after_the_close_of_an_exception_exchanges_nothing(tmp_path, monkeypatch):
+    """Perhaps only one rank had it."""
+    saves = checkpoint(tmp_path, training().run(1))
+    saves.save(wait=False)
+    saves.__exit__(KeyError, KeyError(), None)
+    monkeypatch.setattr(Agreement, "run_on_all", lambda *_: pytest.fail("an exchange"))
+    saves.close()

@@ -237,7 +237,12 @@ class Account(MemoryFileSystem):
         if not path.startswith("account://"):
             return super()._strip_protocol(path)
         box, _, rest = path.removeprefix("account://").partition("/")
-        return f"/{box.partition('@')[0]}/{rest}".rstrip("/")
+        return f"/{box.partition('@')[0].partition(':')[0]}/{rest}".rstrip("/")
+
+
+def test_a_password_is_in_no_message():
+    fsspec.register_implementation("account", Account, clobber=True)
+    assert "secret" not in Storage("account://me:secret@host/runs/a").location
 
 
 def test_a_url_keeps_the_host_that_the_paths_of_its_store_lack():

@@ -87,6 +87,9 @@ def test_a_trainer_that_resumes_twice_trains_as_many_epochs_again(tmp_path):
         run.fit(module, loader(), ckpt_path=str(tmp_path / "part.ckpt"))
         assert run.global_step == UPDATES
         assert_trained(module)
+    run.fit_loop.max_epochs = 5  # which the user asks for
+    run.fit(Module(PLAIN), loader(), ckpt_path=str(tmp_path / "part.ckpt"))
+    assert run.strategy.samples == 5 * SAMPLES
 
 
 def test_a_loader_may_have_a_batch_sampler_of_torch():

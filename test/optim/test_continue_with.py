@@ -245,7 +245,14 @@ def test_a_second_wrapper_is_refused_while_the_first_goes_on():
 def test_a_later_controller_may_need_the_throughput():
     found = []
 
-    class Timed:
+    class Constant:
+        def __call__(self, _):
+            return 2
+
+        def __repr__(self):
+            return type(self).__name__
+
+    class Timed(Constant):
         needs_throughput = True
 
         def __call__(self, input):
@@ -256,16 +263,29 @@ def test_a_later_controller_may_need_the_throughput():
         trace = vbs.AdaptiveTrace(controller, start=2, every=5, delay=4)
         return vbs.CustomSampler(400, trace, 1, 0, 2, max_updates=60)
 
-    weight = nn.Parameter(torch.zeros(()))
-    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.1), sampler(lambda _: 2))
-    for number in range(2):
-        if number:
-            optimizer.continue_with(sampler(Timed()))
-        for update in vbs.updates(optimizer.sampler, optimizer):
-            for _ in update:
-                optimizer.backward(weight.square())
-                optimizer.step()
+    def train(state=None):
+        weight = nn.Parameter(torch.zeros(()))
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.1), sampler(Constant()))
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for number in range(2):
+            if number:
+                optimizer.continue_with(sampler(Timed()))
+            for update in vbs.updates(optimizer.sampler, optimizer):
+                for _ in update:
+                    optimizer.backward(weight.square())
+                    optimizer.step()
+                if optimizer.updates == 100:
+                    state = copy.deepcopy(optimizer.state_dict())
+        return state
+
+    state = train()
     assert any(throughput is not None for throughput in found)
+    assert "stopwatch" in state["vbs"]
+    found.clear()
+    train(state)
+    assert len(found) > 1
+    assert None not in found[1:]  # the first question is that of the sampler
 
 
 def test_the_counts_of_a_stage_are_its_own():

@@ -279,4 +279,9 @@ def test_a_save_after_a_skipped_update_does_not_warn():
         if run.step(indices):
             scheduler.step()
     assert run.optimizer.skipped == 2  # the first one is never skipped
-    scheduler.state_dict()
+    states = [part.state_dict() for part in (run.optimizer, scheduler)]
+    run = training(sizes=(4,), minibatch_size=4, skip_grad_norm=1e-9)
+    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
+    for part, state in zip((run.optimizer, scheduler), states, strict=True):
+        part.load_state_dict(state)
+    scheduler.state_dict()  # of a run that has just resumed

@@ -208,10 +208,11 @@ class Checkpoint:
         self._stepped, updates = True, self._optimizer.updates
         if updates == self._looked or self._optimizer.inside_step:
             return False
-        self._looked = updates  # also where `save()` came before: a signal is still to be answered
+        # Also where `save()` came before: a signal is still to be answered.
+        looked_before, self._looked = self._looked, updates
         updates_before, self._last_update = self._last_update, updates
         self._events.note_update(updates, self._optimizer.skipped)
-        in_loop = updates == updates_before + 1  # and not once an epoch, after what the loop does at its end
+        in_loop = updates == looked_before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
             self._agreement.run_on_all("Checkpoint.step()", partial(self._parts.check_storable, updated=True))

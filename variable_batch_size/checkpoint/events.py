@@ -58,7 +58,7 @@ class Events:
             update: number of updates that were made.
             facts: further entries of the line.
         """
-        if event != "start":  # after which the first update is told at once
+        if event not in ("start", "restore"):  # after which the first update is told at once
             self._last = time.monotonic()
         if self._world.rank:
             return

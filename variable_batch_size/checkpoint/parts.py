@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend.agreement import AbsentRankError
 from variable_batch_size.checkpoint.checks import (
     check_model,
     check_outside,
@@ -106,7 +107,11 @@ class Parts:
         Raises:
             RuntimeError: if a restore has begun to change the parts, and was interrupted.
         """
-        states = self._states_of(self._by_name)
+        try:
+            states = self._states_of(self._by_name)
+        except Exception:
+            if not self._restoring:  # else of a part that was half loaded
+                raise
         if self._restoring:
             raise RuntimeError(
                 f"a save needs a state of one update, but the restore of {self._restoring} did not come to its end, so "
@@ -126,6 +131,8 @@ class Parts:
         for name in names:
             try:
                 states[name] = self._state_of(name)
+            except AbsentRankError:  # nobody comes to the exchanges of later parts
+                raise
             except Exception as error:
                 errors.append(error)
         if errors:

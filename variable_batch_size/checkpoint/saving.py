@@ -170,7 +170,7 @@ class Saver:
     def finish_alone(self) -> None:
         """Wait for the write of this rank, after an exception that other ranks may not have; an error is a warning."""
         self.thread.warn()
-        self._unfinished = None
+        self._unfinished, self._begun = None, False
 
     def _run_on_all(self, call: str, work: Callable[[], str]) -> list[str]:
         """Call `work` on all ranks, and return its results by rank; an error on one rank is raised on all.

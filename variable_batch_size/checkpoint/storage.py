@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Final, final
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from fsspec.core import url_to_fs
@@ -75,8 +76,10 @@ class Storage:
             ) from None
         self._path = self._path.rstrip("/")
         self.on_disk = isinstance(self._fs, LocalFileSystem)
-        # Not the path of the store, which may lack what the URL says, such as the account of an Azure container.
-        self.location = self._path if self.on_disk else text.rstrip("/")
+        # The path of the store may lack what the URL says, such as the account of an Azure container. A password stays
+        # out of messages.
+        whole = self._fs.unstrip_protocol(self._path) if urlsplit(text).password else text
+        self.location = self._path if self.on_disk else whole.rstrip("/")
 
     def at(self, *names: str) -> str:
         """Return the path or URL of something in the folder."""

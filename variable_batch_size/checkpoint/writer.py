@@ -152,7 +152,6 @@ class Writer:
                 f"{folder} is not written by this Checkpoint, which was closed, is in a forked process, or was "
                 f"followed by another one; {remedy} another Checkpoint"
             )
-        self._hold_lock()
         records = self._records() or {self.number: self._record}  # all files were deleted: the next save begins anew
         last_number, last_record = max(records.items())  # the highest number, which writes, and its record
         if last_number > self.number:
@@ -164,6 +163,7 @@ class Writer:
                 f"{folder} was deleted, and created again by {last_record.process}, so that this process writes no "
                 f"checkpoint; end it"
             )
+        self._hold_lock()
 
     @property
     def writes(self) -> bool:
@@ -199,13 +199,13 @@ class Writer:
         self._ended.put(None)
         with self._writing:
             self.number = 0
+            if self._file is not None:
+                # Forgotten before it is closed: after an interrupt, nothing closes this descriptor once more, which may
+                # by then be the one of another file.
+                file, self._file = self._file, None
+                os.close(file)
         if _open.get(self._key) is self:
             del _open[self._key]
-        if self._file is not None:
-            # Forgotten before it is closed: after an interrupt, nothing closes this descriptor once more, which may by
-            # then be the one of another file.
-            file, self._file = self._file, None
-            os.close(file)
 
     __del__ = _stop
 
@@ -243,11 +243,12 @@ class Writer:
 
     def _hold_lock(self) -> None:
         """Lock `.lock` again: a copy of the folder that this process has made has unlocked it, by closing the file."""
-        if self._file is not None:
-            import fcntl
+        with self._writing:  # not while `_stop` closes it
+            if self._file is not None:
+                import fcntl
 
-            with suppress(OSError):  # another process was faster: its record says so
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(OSError):  # another process was faster: its record says so
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _check_free(self, last: Record, number: int, locked: bool) -> None:
         """Check that no other process may still write to the folder.

@@ -78,6 +78,7 @@ class VariableBatch(ParallelStrategy):
         self._sampled = True  # Lightning's `use_distributed_sampler`, while it is off for the training's loader
         # How many epochs more than the optimizer Lightning has counted: one that max_steps has ended counts as whole.
         self._ahead = 0
+        self._lengthened: tuple[Any, Any] | None = None  # the loop that got that many epochs more, and its end
         self._update: list[Any] = []  # the microbatches of the present update, as they were read
         self._microbatch: Microbatch | None = None  # the present microbatch, and its rows on the device
         self._rows: Any = None
@@ -105,8 +106,8 @@ class VariableBatch(ParallelStrategy):
         super().connect(model)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             loop = self._module.trainer.fit_loop
-            if self._ahead and loop.max_epochs not in (None, -1):  # of an earlier `fit` from a checkpoint
-                loop.max_epochs -= self._ahead
+            if self._lengthened is not None and self._lengthened == (loop, loop.max_epochs):  # by an earlier `fit`
+                loop.max_epochs = self._lengthened[1] - self._ahead
             self._reset()
             check_settings(SETTINGS, self._module.trainer, "Lightning")
 
@@ -157,6 +158,7 @@ class VariableBatch(ParallelStrategy):
             self._ahead = max(0, trainer.current_epoch - first.epoch)
             if trainer.fit_loop.max_epochs not in (None, -1):
                 trainer.fit_loop.max_epochs += self._ahead
+                self._lengthened = trainer.fit_loop, trainer.fit_loop.max_epochs
         return StrategyLoader(microbatch_loader, self._wrapped, trainer, self._ahead)
 
     def _wrap_optimizers(self, loader: Any, trainer: Trainer) -> None:

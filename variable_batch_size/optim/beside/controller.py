@@ -118,7 +118,8 @@ class ControllerRunner(LoopStage):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the times that the stopwatch of an earlier run has measured, if a controller needs them."""
-        if self._stopwatch is not None and "stopwatch" in state:
+        if "stopwatch" in state:
+            self._stopwatch = self._stopwatch or UpdateStopwatch()  # without one, that of a later sampler's controller
             self._stopwatch.load_state_dict(state["stopwatch"])
 
     def _measure_later(self) -> Callable[[], dict[str, Any]]:

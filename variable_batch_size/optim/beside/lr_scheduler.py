@@ -145,7 +145,9 @@ class ProgressScheduler:
         A UserWarning says so if `step()` was not called after the last update, as if a save came before it: a run that
         resumes from there makes its next update with an earlier learning rate.
         """
-        if self._updates != self._optimizer.updates and self._optimizer._updated:  # `step()` of a skipped one is False
+        optimizer = self._optimizer
+        was_made = optimizer.last_batch is not None and optimizer._updated  # here, and not skipped: `step()` was True
+        if self._updates != optimizer.updates and was_made:
             warnings.warn(
                 f"scheduler.step() was not called after update {self._optimizer.updates}, so that a resumed run would "
                 f"make its next update with an earlier learning rate; call scheduler.step() before you save",
