@@ -253,6 +253,20 @@ def test_of_six_that_begin_at_the_same_time_the_last_one_writes(tmp_path, no_loc
     assert len(list(tmp_path.glob(".writer-*"))) >= 1
 
 
+def test_a_writer_whose_file_a_later_one_deletes_is_in_use(tmp_path, no_locks, monkeypatch):
+    """As where several begin at the same time, between the look at the file and at its age."""
+    first = checkpoint(tmp_path, training())
+    as_another_process()
+
+    def deleted(*_):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(Storage, "age", deleted)
+    with pytest.raises(RuntimeError, match="is in use by process"):
+        checkpoint(tmp_path, training())
+    first.close()
+
+
 def test_what_a_writer_saves_late_is_never_the_newest(tmp_path, no_locks, monkeypatch):
     """Those of a job take over at once; see also test_takeover.py."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")

@@ -263,7 +263,9 @@ class Writer:
         """
         if last.ended or (locked and last.locked) or (self._run and last.run == self._run):
             return
-        remaining = SECONDS - self._storage.age(_file_name(number))  # its process would have written the file again
+        remaining = SECONDS
+        with suppress(FileNotFoundError):  # a later writer, which runs, has just deleted it
+            remaining -= self._storage.age(_file_name(number))  # its process would have written the file again
         if remaining > 0:
             raise OSError(self._refusal(last, f", wait for {remaining:.0f} s if it has ended"))
 
