@@ -23,8 +23,8 @@ class TrainingSource:
     def __init__(self, optimizer: CustomOptimizer) -> None:
         self.backend = optimizer.backend
         self._optimizer = optimizer
-        self._microbatch: Microbatch | None = None  # of the last value
-        self._round = 0  # how many of this rank came before it in the step
+        # That of the last value, after the number of this rank's before it in the step: two replays may be equal.
+        self._current: tuple[int, Microbatch] | None = None
         self._names: frozenset[str] = frozenset()  # that have a value for it
 
     @property
@@ -40,8 +40,8 @@ class TrainingSource:
     @property
     def rows(self) -> int:
         """The number of rows that the value just weighed is a sum over; 1 for means, by the reduction of the loss."""
-        assert self._microbatch is not None
-        return self._microbatch.rows if self._optimizer.reduction == "sum" else 1
+        assert self._current is not None
+        return self._current[1].rows if self._optimizer.reduction == "sum" else 1
 
     def starts_over(self) -> bool:
         """Return False: in a training earlier values count until the user calls `set_epoch` or `reset`."""
@@ -54,8 +54,8 @@ class TrainingSource:
         the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
         """
         microbatch = self._current_microbatch()
-        current = self._optimizer._training.round_of(self._optimizer), microbatch  # two replays may be equal
-        names_before = self._names if current == (self._round, self._microbatch) else frozenset()  # that have a value
+        current = self._optimizer._training.round_of(self._optimizer), microbatch
+        names_before = self._names if current == self._current else frozenset()  # that have a value for it
         repeated_names = sorted(names_before & names)
         if repeated_names:
             raise RuntimeError(
@@ -64,7 +64,7 @@ class TrainingSource:
                 f"optimizer.discard_step()"
             )
         weights = {name: microbatch.samples for name in (*names, SAMPLES) if name not in names_before}
-        self._round, self._microbatch = current
+        self._current = current
         self._names = names_before.union(weights)
         return weights
 
@@ -74,7 +74,7 @@ class TrainingSource:
 
     def discard(self) -> None:
         """Forget the microbatch of the last value."""
-        self._microbatch, self._names = None, frozenset()
+        self._current, self._names = None, frozenset()
 
     def count_missing(self) -> int:
         """Return how many values a name lacks: none, it may have values for some microbatches only."""

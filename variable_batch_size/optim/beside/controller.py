@@ -52,9 +52,8 @@ class ControllerRunner(LoopStage):
         tracker: Tracker | None,
     ) -> None:
         self._training, self._updater, self._noise, self._tracker = training, updater, noise, tracker
-        self._backend, decided = backend, training.batches.decided
-        timed = decided is not None and needs_throughput(decided.adaptive.controller)  # whether updates are timed
-        self._stopwatch = UpdateStopwatch() if timed else None
+        self._backend = backend
+        self._stopwatch: UpdateStopwatch | None = None  # once a controller needs it, or a state has its times
         self._asked, self._restores = _Asked(), 0  # `restores`: how often all ranks have restored a state
         self._same_estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether an update was made
@@ -71,7 +70,7 @@ class ControllerRunner(LoopStage):
         updates = self._training.position.step
         if self._restores != agreement.restores:  # until then ranks may have counted questions unequally
             self._restores, self._asked = agreement.restores, _Asked()
-        if self._stopwatch is None and needs_throughput(decided.adaptive.controller):  # that of a later sampler
+        if self._stopwatch is None and needs_throughput(decided.adaptive.controller):
             self._stopwatch = UpdateStopwatch()
         self._time_update(batch)
         if not self._begun:  # the first update of this run: log the decision that came before it
@@ -117,9 +116,9 @@ class ControllerRunner(LoopStage):
             check_entries(state["stopwatch"], {"seconds": (list,)}, "stopwatch.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the times that the stopwatch of an earlier run has measured, if a controller needs them."""
+        """Restore the times that the stopwatch of an earlier run has measured; a later sampler may need them first."""
         if "stopwatch" in state:
-            self._stopwatch = self._stopwatch or UpdateStopwatch()  # without one, that of a later sampler's controller
+            self._stopwatch = UpdateStopwatch()
             self._stopwatch.load_state_dict(state["stopwatch"])
 
     def _measure_later(self) -> Callable[[], dict[str, Any]]:

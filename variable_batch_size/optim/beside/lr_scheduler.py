@@ -149,7 +149,7 @@ class ProgressScheduler:
         was_made = optimizer.last_batch is not None and optimizer._updated  # here, and not skipped: `step()` was True
         if self._updates != optimizer.updates and was_made:
             warnings.warn(
-                f"scheduler.step() was not called after update {self._optimizer.updates}, so that a resumed run would "
+                f"scheduler.step() was not called after update {optimizer.updates}, so that a resumed run would "
                 f"make its next update with an earlier learning rate; call scheduler.step() before you save",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
